@@ -22,7 +22,7 @@ INSTALLED_DEV := .venv/installed-dev
 FOREIGN := .foreign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance compat-clients console-test gateway-test foreign-test lint types protos bench chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
+.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance compat-clients console-test gateway-test foreign-test lint types protos bench bench-agreement chaos soak images compose-up compose-test attack gpu-test tensorrt-llm-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ console-test: $(INSTALLED_DEV)  ## Open the console in chromium, which the machi
 
 openai-clients: $(INSTALLED_DEV)  ## Run ten clients of OpenAI's API against real weights; installs 8 GB below .openai-clients
 	$(BIN)/pytest -v -m clients --timeout=0 tests/openai_clients
+
+bench-agreement: $(INSTALLED_DEV)  ## Compare `trtmesh bench` with aiperf and guidellm on a quiet machine; installs both below .openai-clients
+	$(BIN)/pytest -s -m clients --timeout=0 tests/cli/bench/test_agreement.py
 
 gateway-test: $(INSTALLED_DEV)  ## Run SMG's gateway of PyPI before engines of ours; installs it below .foreign
 	$(BIN)/pytest -v -s -m gateways --timeout=600 tests/gateways

@@ -28,6 +28,7 @@ from typing import Any
 
 import uvloop
 from _doors import Door
+from _options import options_of
 from _stack import Stack
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.tls.client import ClientTls
@@ -41,9 +42,9 @@ CLEANED_SECONDS = 0.1
 Figures = dict[str, Any]
 
 
-def run_bench(main: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
+def run_bench(main: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    """Runs it with the options of the command line."""
+    uvloop.run(main(**options_of(main)))
 
 
 @asynccontextmanager
@@ -207,6 +208,22 @@ class Found:
             ]
             for name, values in self.values.items()
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A way to ask, by as many calls as may be made at once, and the CPU time of what serves them so far."""
+
+    calls: Sequence[Callable[[], Awaitable[object]]]
+    cpu_seconds: Callable[[], float]
+
+    async def turn(self, count: int, tokens: int = 1) -> Mapping[str, float]:
+        """CPU of a token, and the requests that are served in a second."""
+        before = self.cpu_seconds()
+        seconds = await at_once(self.calls, count)
+        await asyncio.sleep(2 * CLEANED_SECONDS)
+        used = (self.cpu_seconds() - before) * 1e6 / (count * tokens)
+        return {"cpu_us": used, "per_second": count / seconds}
 
 
 async def in_turn(

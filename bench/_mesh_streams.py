@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import IO
 
+import uvloop
 from _doors import NATIVE
-from _load import Stream, connections, run_bench
+from _load import Stream, connections
 
 Arrivals = list[tuple[float, int]]
 """The time and the number of tokens of each message of a stream."""
@@ -125,4 +126,4 @@ async def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    run_bench(main(sys.argv[1]))
+    uvloop.run(main(sys.argv[1]))

@@ -11,8 +11,9 @@ import asyncio
 import sys
 import time
 
+import uvloop
 from _doors import DOORS, Door
-from _load import connections, run_bench
+from _load import connections
 from trtmesh.chassis.grpc.client import ClientConnection
 
 ENDLESS = 1_000_000
@@ -74,4 +75,4 @@ async def main(address: str, count: int, door: Door, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    run_bench(main(sys.argv[1], int(sys.argv[2]), DOORS[sys.argv[3]], int(sys.argv[4])))
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), DOORS[sys.argv[3]], int(sys.argv[4])))

@@ -7,12 +7,11 @@ served per second. Every request must end with its token, or the run fails.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -139,7 +138,7 @@ async def beside(
 async def measure(
     address: str,
     streams: int,
-    bursts: list[int],
+    bursts: Sequence[int],
     runs: int,
     door: str = "native",
     tokens: int = ENDLESS,
@@ -161,23 +160,18 @@ async def measure(
     return figures
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def main(
+    *,
+    streams: tuple[int, ...] = (16, 64),
+    bursts: tuple[int, ...] = (64, 500, 2000),
+    runs: int = 5,
+) -> None:
     results = {}
-    for streams in arguments.streams:
+    for count in streams:
         with stack(*ENGINE) as mesh:
-            results[str(streams)] = await measure(
-                mesh.address, streams, arguments.bursts, arguments.runs
-            )
+            results[str(count)] = await measure(mesh.address, count, bursts, runs)
     print(json.dumps({"step_ms": STEP_MS, "streams": results}))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="*", default=[16, 64])
-    parser.add_argument("--bursts", type=int, nargs="*", default=[64, 500, 2000])
-    parser.add_argument("--runs", type=int, default=5)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

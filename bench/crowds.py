@@ -10,7 +10,6 @@ of each process; the workers live in one process (`_simulated_fleet.py`).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -19,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import Annotated
 
 from _doors import NATIVE
 from _load import (
@@ -252,20 +252,13 @@ PARTS = {
 }
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def main(*, parts: Annotated[tuple[str, ...], PARTS] = tuple(PARTS), runs: int = 5) -> None:
     results = {}
-    for part in arguments.parts:
-        results[part] = await PARTS[part](arguments.runs)
+    for part in parts:
+        results[part] = await PARTS[part](runs)
         print(f"{part}: {json.dumps(results[part])}", file=sys.stderr)
     print(json.dumps(results))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--runs", type=int, default=5)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

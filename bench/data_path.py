@@ -8,7 +8,6 @@ in the same run: the cost of the library and the machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from contextlib import ExitStack
@@ -96,33 +95,30 @@ def by_cpu(results: list[Figures]) -> Figures:
     ]
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    if arguments.tls:
-        for streams in arguments.streams:
-            compared = await measure_tls(streams, arguments.tokens, arguments.runs)
-            print(json.dumps({"streams": streams, **compared}))
+async def main(
+    *,
+    streams: tuple[int, ...] = (64, 256, 1000),
+    tokens: int = 256,
+    runs: int = 3,
+    shapes: bool = False,
+    tls: bool = False,
+) -> None:
+    """`shapes`: only one stream, by processes. `tls`: only TLS against plain text."""
+    if tls:
+        for count in streams:
+            compared = await measure_tls(count, tokens, runs)
+            print(json.dumps({"streams": count, **compared}))
         return
-    if arguments.shapes:
-        print(json.dumps(await measure_shapes(arguments.tokens, arguments.runs)))
+    if shapes:
+        print(json.dumps(await measure_shapes(tokens, runs)))
         return
     paced = {}
-    for streams in arguments.streams:
-        mesh = await measure(STEP_MS, streams, arguments.tokens, arguments.runs)
-        floor = await measure_floor(streams, arguments.tokens, arguments.runs)
-        paced[str(streams)] = mesh | {"floor": floor}
-    flat_out = await measure(0, 64, FLAT_OUT_TOKENS, arguments.runs)
+    for count in streams:
+        mesh = await measure(STEP_MS, count, tokens, runs)
+        paced[str(count)] = mesh | {"floor": await measure_floor(count, tokens, runs)}
+    flat_out = await measure(0, 64, FLAT_OUT_TOKENS, runs)
     print(json.dumps({"step_ms": STEP_MS, "streams": paced, "flat_out": flat_out}))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="*", default=[64, 256, 1000])
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each paced stream")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--shapes", action="store_true", help="only one stream, by processes")
-    parser.add_argument("--tls", action="store_true", help="only TLS against plain text")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

@@ -12,7 +12,6 @@ logits alone and from its logits in traffic, and counts where the two choices di
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -20,10 +19,11 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from _options import options_of
 from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Sampling, Stopping
 from trtmesh.engine.backend import BackendInfo, SequenceEnd, StepOutput, Submission
@@ -37,6 +37,7 @@ from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 CHOOSER = Chooser(ORDERING)
+DTYPES = ("float32", "bfloat16", "float16")
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 KINDS: dict[str, dict[str, Any]] = {
     "temperature": {},
@@ -128,7 +129,9 @@ class Lab:
             self._ended[end.key].set_result(end)
 
 
-def streams(count: int, tokens: int, vocabulary_size: int, rng: random.Random) -> list[Wanted]:
+def drawn_streams(
+    count: int, tokens: int, vocabulary_size: int, rng: random.Random
+) -> list[Wanted]:
     """Prompts of 1 to 100 tokens; a third begins with a common prefix."""
     prefix = [rng.randrange(2, vocabulary_size) for _ in range(40)]
     stopping = Stopping(max_tokens=tokens, ignore_end_id=True)
@@ -231,24 +234,32 @@ def summary(counts: dict[str, list[int]]) -> dict[str, float]:
     return {"tokens": tokens, "flips": flips, "flips_per_million": per_million}
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    settings = {
-        "dtype": arguments.dtype,
-        "threads": arguments.threads,
-        "device": arguments.device,
-    }
-    if arguments.batch_invariant:
+async def main(
+    *,
+    model: Path = DEMO,
+    dtype: Annotated[str, DTYPES] = "float32",
+    device: str = "cpu",
+    batch_invariant: bool = False,
+    streams: int = 100,
+    tokens: int = 100,
+    rounds: int = 5,
+    redraws: int = 50,
+    threads: int = 2,
+    seed: int = 0,
+) -> None:
+    """`streams` of so many new tokens run `rounds` times in traffic, with `redraws` seeds a sampled token."""
+    settings: dict[str, Any] = {"dtype": dtype, "threads": threads, "device": device}
+    if batch_invariant:
         settings["batch_invariant"] = True
-    rng = random.Random(arguments.seed)
-    wanted = streams(arguments.streams, arguments.tokens, 6000, rng)
+    wanted = drawn_streams(streams, tokens, 6000, random.Random(seed))
     started = time.perf_counter()
-    await alone(arguments.model, settings, wanted)
+    await alone(model, settings, wanted)
     counts: dict[str, list[int]] = {}
     happened = {"migrations": 0, "preemptions": 0}
-    for number in range(arguments.rounds):
+    for number in range(rounds):
         chunk = CHUNKS[number % len(CHUNKS)]
-        found, events = await in_traffic(arguments.model, settings, wanted, number, chunk)
-        compare(wanted, found, counts, arguments.redraws)
+        found, events = await in_traffic(model, settings, wanted, number, chunk)
+        compare(wanted, found, counts, redraws)
         happened = {name: happened[name] + events[name] for name in happened}
         print(f"round {number + 1}: {counts}, {events}", file=sys.stderr)
     again = {kind: count for kind, count in counts.items() if kind.startswith("redrawn ")}
@@ -260,31 +271,14 @@ async def main(arguments: argparse.Namespace) -> None:
                 "redrawn": summary(again),
                 "by_kind": {kind: summary({kind: count}) for kind, count in sorted(counts.items())},
                 **happened,
-                "dtype": arguments.dtype,
-                "device": arguments.device,
-                "batch_invariant": arguments.batch_invariant,
+                "dtype": dtype,
+                "device": device,
+                "batch_invariant": batch_invariant,
                 "seconds": round(time.perf_counter() - started),
             }
         )
     )
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEMO)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batch-invariant", action="store_true")
-    parser.add_argument("--streams", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=100, help="new tokens of each stream")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="each stream runs so often in traffic"
-    )
-    parser.add_argument("--redraws", type=int, default=50, help="seeds for each sampled token")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    asyncio.run(main(parse()))
+    asyncio.run(main(**options_of(main)))

@@ -8,7 +8,6 @@ upper bounds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -85,20 +84,14 @@ async def measure(backend: str, streams: int, rounds: int) -> dict[str, float]:
     }
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def main(*, streams: int = 16, rounds: int = 200) -> None:
+    """`streams` go on meanwhile."""
     figures = {}
     for backend in BACKENDS:
-        figures[backend] = await measure(backend, arguments.streams, arguments.rounds)
+        figures[backend] = await measure(backend, streams, rounds)
         print(f"{backend}: {json.dumps(figures[backend])}", file=sys.stderr)
-    print(json.dumps({"streams": arguments.streams, "cancels": arguments.rounds, **figures}))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=16, help="streams that go on meanwhile")
-    parser.add_argument("--rounds", type=int, default=200)
-    return parser.parse_args()
+    print(json.dumps({"streams": streams, "cancels": rounds, **figures}))
 
 
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

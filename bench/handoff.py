@@ -7,9 +7,8 @@ choice with the fixed ones on a simulated fleet.
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import Any
+from typing import Annotated, Any
 
 from _handoff_crossover import crossover
 from _handoff_traffic import Setup, Traffic, compare
@@ -68,29 +67,25 @@ TORCH_TRAFFIC = Traffic(
 )
 
 
-async def main(given: argparse.Namespace) -> None:
+async def main(
+    *,
+    parts: Annotated[tuple[str, ...], PARTS] = PARTS,
+    rounds: int = 3,
+    token_bytes: int = 1024,
+) -> None:
+    """`rounds` are the runs of each fleet, `token_bytes` the KV of a token on simulated workers."""
     result: dict[str, Any] = {}
-    if "simulated" in given.parts:
-        setups = simulated_setups(given.token_bytes)
-        result["simulated"] = await compare(setups, Traffic(), given.rounds)
-    if "torch" in given.parts:
-        result["torch"] = await compare(torch_setups(), TORCH_TRAFFIC, given.rounds)
-    if "bytes" in given.parts:
+    if "simulated" in parts:
+        setups = simulated_setups(token_bytes)
+        result["simulated"] = await compare(setups, Traffic(), rounds)
+    if "torch" in parts:
+        result["torch"] = await compare(torch_setups(), TORCH_TRAFFIC, rounds)
+    if "bytes" in parts:
         result["bytes"] = await measure_bytes(BYTES, BYTE_ROUNDS)
-    if "crossover" in given.parts:
+    if "crossover" in parts:
         result["crossover"] = crossover()
     print(json.dumps(result))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each fleet")
-    parser.add_argument(
-        "--token-bytes", type=int, default=1024, help="KV of a token on simulated workers"
-    )
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

@@ -10,7 +10,6 @@ from __future__ import annotations
 # gRPC reads the environment when it is first imported.
 import trtmesh.chassis.environment  # noqa: F401  # isort: skip
 
-import argparse
 import asyncio
 import importlib.util
 import json
@@ -26,7 +25,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import uvloop
 from _kv_worker import (
     LEASE_SECONDS,
     SEED,
@@ -38,6 +36,7 @@ from _kv_worker import (
     memory_of,
     shuffled,
 )
+from _load import run_bench
 from trtmesh.engine.backend import Awaiting
 from trtmesh.engine.handoff.block_plan import Run
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
@@ -297,14 +296,10 @@ async def bench(total_bytes: int, rounds: int) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=256, help="bytes of a handoff")
-    parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        print(json.dumps(runner.run(bench(given.mib * 2**20, given.rounds))))
+async def main(*, mib: int = 256, rounds: int = 7) -> None:
+    """`mib` are the bytes of a handoff."""
+    print(json.dumps(await bench(mib * 2**20, rounds)))
 
 
 if __name__ == "__main__":
-    main()
+    run_bench(main)

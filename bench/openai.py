@@ -10,19 +10,15 @@ OpenAI door.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import json
 import statistics
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from _doors import DOORS, Http
-from _load import CONNECTIONS, Found, ask, at_once, connections, run_bench
+from _load import CONNECTIONS, Side, ask, connections, in_turn, run_bench
 from _smg import MODEL, Smg, smg
 from _stack import Stack, cpu_seconds, renderers_of, stack
 from start import LONE_TEXT
@@ -33,16 +29,8 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 TALK = [{"role": "user", "content": "A function that loads a file of JSON"}]
 STEP_MS, AT_ONCE = 10, 32
+PEERS = ("smg",)
 ENGINE = ("--simulated-vocabulary-size", "6144")
-Call = Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A way to ask, by as many calls as may be made at once, and the CPU time of what serves them so far."""
-
-    calls: Sequence[Call]
-    cpu_seconds: Callable[[], float]
 
 
 async def native_stream(connection: ClientConnection, tokens: int) -> None:
@@ -116,7 +104,7 @@ async def measure_streams(
             for name, each in peers.items():
                 other = partial(chat_stream, Http(each.url), tokens)
                 sides[name] = Side([other] * streams, each.cpu_seconds)
-            return await in_turn(sides, streams, tokens, rounds)
+            return await compared(sides, streams, tokens, rounds)
 
 
 async def measure_requests(count: int, rounds: int, peer: str | None) -> dict[str, Any]:
@@ -135,52 +123,42 @@ async def measure_requests(count: int, rounds: int, peer: str | None) -> dict[st
             for name, each in peers.items():
                 other = partial(completion, Http(each.url))
                 sides[name] = Side([other] * AT_ONCE, each.cpu_seconds)
-            return await in_turn(sides, count, 1, rounds)
+            return await compared(sides, count, 1, rounds)
 
 
-async def in_turn(
+async def compared(
     sides: Mapping[str, Side], count: int, tokens: int, rounds: int
 ) -> dict[str, Any]:
     """Figures of the sides, and the ratios of the first to the others."""
-    found, names = Found(), [*sides]
-    ratios = defaultdict[str, list[float]](list)
-    for turn in range(rounds + 1):
-        of_turn: dict[str, dict[str, float]] = {}
-        for name in names if turn % 2 else reversed(names):
-            side = sides[name]
-            before = side.cpu_seconds()
-            seconds = await at_once(side.calls, count)
-            # What the services clean up belongs to the turn.
-            await asyncio.sleep(0.2)
-            used = (side.cpu_seconds() - before) * 1e6 / (count * tokens)
-            of_turn[name] = {"cpu_us": used, "per_second": count / seconds}
-        for name, figures in of_turn.items() if turn else ():
-            for kind, value in figures.items():
-                found.note(f"{name}_{kind}", value)
-                ratios[f"{kind}_over_{name}"].append(of_turn[names[0]][kind] / value)
-    return found.medians() | {
-        name: round(statistics.median(each), 3)
-        for name, each in ratios.items()
-        if not name.endswith(f"_over_{names[0]}")
+    turns = {name: partial(side.turn, count, tokens) for name, side in sides.items()}
+    (_, first), *others = (found := await in_turn(turns, rounds)).items()
+    figures = {
+        f"{name}_{kind}": value
+        for name, each in found.items()
+        for kind, value in each.medians().items()
+    }
+    return figures | {
+        f"{kind}_over_{name}": round(statistics.median(ratios), 3)
+        for name, other in others
+        for kind, ratios in first.ratios(other).items()
     }
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    given = arguments
-    streams = await measure_streams(given.streams, given.tokens, given.rounds, given.peer)
-    requests = await measure_requests(given.requests, given.rounds, given.peer)
-    print(json.dumps({"streams": streams, "requests": requests}))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=384)
-    parser.add_argument("--requests", type=int, default=2000, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each side")
-    parser.add_argument("--peer", choices=["smg"], help="another gateway to measure beside it")
-    return parser.parse_args()
+async def main(
+    *,
+    streams: int = 64,
+    tokens: int = 384,
+    requests: int = 2000,
+    rounds: int = 8,
+    peer: Annotated[str | None, PEERS] = None,
+) -> None:
+    """So many `requests` in a turn, and `rounds` turns of each side."""
+    found = {
+        "streams": await measure_streams(streams, tokens, rounds, peer),
+        "requests": await measure_requests(requests, rounds, peer),
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

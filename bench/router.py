@@ -12,7 +12,6 @@ The workers live in one process (`_simulated_fleet.py`), each with its own serve
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -182,16 +181,17 @@ async def throughput(engines: str, count: int, tokens: int) -> Figures:
     }
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def main(*, requests: int = 2000, tokens: int = 48) -> None:
+    """`requests` of each policy's run, and `tokens` of each of 2,000 streams."""
     result: Figures = {"workers": WORKERS, "placement_us": placement_us()}
     print(json.dumps(result["placement_us"]), file=sys.stderr)
     with simulated_fleet(WORKERS, "--simulated-timing-step-ms", "20", *FLEET) as (engines, _):
         result["policies"] = {}
         for salt, policy in enumerate(("round_robin", "prefix_aware", "auto")):
-            figures = await shared_prefixes(engines, policy, arguments.requests, salt)
+            figures = await shared_prefixes(engines, policy, requests, salt)
             print(f"{policy}: {json.dumps(figures)}", file=sys.stderr)
             result["policies"][policy] = figures
-        figures = await shared_prefixes(engines, "prefix_aware", arguments.requests, 3, count=2)
+        figures = await shared_prefixes(engines, "prefix_aware", requests, 3, count=2)
         print(f"prefix_aware, two routers: {json.dumps(figures)}", file=sys.stderr)
         result["policies"]["prefix_aware_of_two_routers"] = figures
     base = result["policies"]["round_robin"]["ttft_mean_ms"]
@@ -202,18 +202,11 @@ async def main(arguments: argparse.Namespace) -> None:
     with simulated_fleet(WORKERS, *step, *FLEET) as (engines, _):
         result["throughput"] = {}
         for count in (1, 2):
-            figures = await throughput(engines, count, arguments.tokens)
+            figures = await throughput(engines, count, tokens)
             print(f"{count} routers: {json.dumps(figures)}", file=sys.stderr)
             result["throughput"][str(count)] = figures
     print(json.dumps(result))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=2000, help="requests of each policy's run")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of each of 2,000 streams")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

@@ -10,7 +10,6 @@ since the warm-up.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import gc
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from _engines import adapters_of
 from _models import SHAPES, build
+from _options import options_of
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.vocabulary import (
     Adapter,
@@ -324,14 +324,15 @@ def judge(backend: TorchBackend, soak: Soak, before: int, after: int) -> list[st
     return wrong
 
 
-def main(arguments: argparse.Namespace) -> int:
-    soak = Soak(arguments.seed)
+def main(
+    *, seconds: float = 120.0, requests: float = math.inf, seed: int = 1, device: str = "cpu"
+) -> int:
+    """Ends after so many seconds or requests."""
+    soak = Soak(seed)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         backend = TorchBackend(
             build(Path(folder) / "tiny", "tiny"),
-            TorchSettings.model_validate(
-                {**SETTINGS, "device": arguments.device, "dtype": "float32"}
-            ),
+            TorchSettings.model_validate({**SETTINGS, "device": device, "dtype": "float32"}),
         )
         runner.run(backend.start(soak.deliver, soak.fail))
         soak.load(backend, json.loads((Path(folder) / "tiny" / "config.json").read_text()))
@@ -344,7 +345,7 @@ def main(arguments: argparse.Namespace) -> int:
                 soak.wait(QUEUE // 2)
             soak.wait(0)
             passed = time.monotonic() - started
-            done = max(passed / arguments.seconds, soak.requests / arguments.requests)
+            done = max(passed / seconds, soak.requests / requests)
             if done > WARM_UP_PART:
                 before = before or resident_bytes()
         soak.wait(0)
@@ -370,14 +371,5 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120, help="ends after so long")
-    parser.add_argument("--requests", type=float, default=math.inf, help="or after so many")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cpu", help="of the engine, such as cuda:0")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    sys.exit(main(**options_of(main)))

@@ -13,7 +13,6 @@ until its memory is gone.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -23,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 import burst
 import data_path
@@ -69,6 +68,7 @@ CONNECT: Method[engine_pb.EngineServiceConnectRequest, engine_pb.EngineServiceCo
         engine_pb.EngineServiceConnectResponse.FromString,
     )
 )
+PARTS = ("counts", "requests", "lone", "first_tokens", "gaps", "steps", "floor")
 PEERS = {"triton": "ensemble", "native": "native"}
 
 
@@ -293,7 +293,7 @@ async def measure_steps(mesh: Stack, streams: int, door: str, runs: int) -> Figu
     return found.medians()
 
 
-async def measure_peer(url: str, arguments: argparse.Namespace) -> Figures:
+async def measure_peer(url: str, bursts: Sequence[int], runs: int, seconds: float) -> Figures:
     """The rows of another system: the paces of its steps are its own."""
     scheme, _, address = url.partition("://")
     if scheme not in PEERS or not address:
@@ -301,76 +301,66 @@ async def measure_peer(url: str, arguments: argparse.Namespace) -> Figures:
     door = PEERS[scheme]
     loads = [load for load in LOADS if load.door == door]
     return {
-        "requests": await measure_requests(address, None, loads, arguments.seconds, arguments.runs),
-        "first_tokens": await measure_first_tokens(address, door, arguments.runs),
-        "gaps": await burst.measure(
-            address, 16, arguments.bursts, arguments.runs, door, PEER_TOKENS
-        ),
+        "requests": await measure_requests(address, None, loads, seconds, runs),
+        "first_tokens": await measure_first_tokens(address, door, runs),
+        "gaps": await burst.measure(address, 16, bursts, runs, door, PEER_TOKENS),
     }
 
 
-async def measure(arguments: argparse.Namespace) -> Figures:
+async def measure(
+    parts: Sequence[str], doors: Sequence[str], bursts: Sequence[int], runs: int, seconds: float
+) -> Figures:
     """The rows of trtmesh."""
-    parts, runs, results = arguments.parts, arguments.runs, Figures()
+    results = Figures()
     if "counts" in parts:
         results["counts"] = {
-            shape: await measure_counts(shape, arguments.doors, runs) for shape in get_args(Shape)
+            shape: await measure_counts(shape, doors, runs) for shape in get_args(Shape)
         }
     paced = ("--metrics-port", "0", *burst.ENGINE)
     if {"requests", "lone"} & set(parts):
         with stack("--simulated-timing-step-ms", "0") as mesh:
             if "requests" in parts:
-                loads = [load for load in LOADS if load.door in arguments.doors]
+                loads = [load for load in LOADS if load.door in doors]
                 results["requests"] = await measure_requests(
-                    mesh.address, mesh, loads, arguments.seconds, runs
+                    mesh.address, mesh, loads, seconds, runs
                 )
             if "lone" in parts:
                 results["lone"] = await measure_lone(mesh, runs)
     if "first_tokens" in parts:
         with stack(*paced) as mesh:
             results["first_tokens"] = {
-                door: await measure_first_tokens(mesh.address, door, runs)
-                for door in arguments.doors
+                door: await measure_first_tokens(mesh.address, door, runs) for door in doors
             }
     if "gaps" in parts:
         with stack(*paced) as mesh:
-            results["gaps"] = await burst.measure(mesh.address, 16, arguments.bursts, runs)
+            results["gaps"] = await burst.measure(mesh.address, 16, bursts, runs)
     if "steps" in parts:
         steps = results["steps"] = Figures()
         with stack(*paced) as mesh:
             for streams, door in ((1, "native"), (8, "native"), (64, "native"), (256, "native"),
                                   (64, "ensemble")):  # fmt: skip
-                if door in arguments.doors:
+                if door in doors:
                     steps[f"{door}_{streams}"] = await measure_steps(mesh, streams, door, runs)
     if "floor" in parts:
         results["floor"] = await data_path.measure_floor(64, 256, runs)
     return results
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    results = await measure(arguments)
-    if arguments.peer:
-        results["peer"] = {"address": arguments.peer} | await measure_peer(
-            arguments.peer, arguments
-        )
+async def main(
+    *,
+    parts: Annotated[tuple[str, ...], PARTS] = PARTS,
+    doors: Annotated[tuple[str, ...], DOORS] = tuple(DOORS),
+    bursts: tuple[int, ...] = (64, 500, 2000),
+    runs: int = 5,
+    seconds: float = 1.0,
+    peer: str | None = None,
+) -> None:
+    """`seconds` is the time of a load in each of the runs, `peer` triton://HOST:PORT or native://HOST:PORT."""
+    results = await measure(parts, doors, bursts, runs, seconds)
+    if peer:
+        results["peer"] = {"address": peer} | await measure_peer(peer, bursts, runs, seconds)
     print(json.dumps({"step_ms": STEP_MS, **results}))
 
 
-PARTS = ("counts", "requests", "lone", "first_tokens", "gaps", "steps", "floor")
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--doors", nargs="*", choices=list(DOORS), default=list(DOORS))
-    parser.add_argument("--bursts", type=int, nargs="*", default=[64, 500, 2000])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, help="time of a load, in each of the runs"
-    )
-    parser.add_argument("--peer", help="triton://HOST:PORT or native://HOST:PORT")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

@@ -8,13 +8,13 @@ requests beside the streams are served a second. `--before` is the other tree, w
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from _doors import DOORS, Door
 from _load import Found, Stream, in_turn, microseconds, run_bench, together
@@ -25,7 +25,7 @@ STARTED_SECONDS, ENDING_SECONDS = 0.7, 0.5
 """Of a turn of streams, outside its middle."""
 
 
-async def streams(mesh: Stack, door: Door, count: int, tokens: int) -> Mapping[str, float]:
+async def turn_of_streams(mesh: Stack, door: Door, count: int, tokens: int) -> Mapping[str, float]:
     """CPU of a token in a turn of streams, and in its middle."""
     seconds, middle = tokens * 0.01 - STARTED_SECONDS - ENDING_SECONDS, dict[str, float]()
 
@@ -44,7 +44,7 @@ async def streams(mesh: Stack, door: Door, count: int, tokens: int) -> Mapping[s
     return {"cpu_us_per_token": found.services_us, **middle, **services}
 
 
-async def burst(mesh: Stack, running: int, door: str, count: int) -> Mapping[str, float]:
+async def turn_of_bursts(mesh: Stack, running: int, door: str, count: int) -> Mapping[str, float]:
     """A turn of bursts: the medians of three, after a first one."""
     async with beside(mesh.address, running, door) as disturbance:
         await disturbance.starts(64)
@@ -52,18 +52,26 @@ async def burst(mesh: Stack, running: int, door: str, count: int) -> Mapping[str
     return {"requests_per_second": statistics.median(rates), "gap_ms": statistics.median(gaps)}
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    python = str(Path(arguments.before) / ".venv" / "bin" / "python")
-    door, count = DOORS[arguments.door], arguments.streams
+async def main(
+    *,
+    before: str,
+    door: Annotated[str, DOORS] = "native",
+    streams: int = 64,
+    tokens: int = 384,
+    rounds: int = 12,
+    burst: int = 0,
+) -> None:
+    """`before` is the folder of the other tree, `burst` has so many requests beside the streams."""
+    python = str(Path(before) / ".venv" / "bin" / "python")
     with stack(*ENGINE, python=python) as other, stack(*ENGINE) as own:
         turn = (
-            partial(burst, running=count, door=arguments.door, count=arguments.burst)
-            if arguments.burst
-            else partial(streams, door=door, count=count, tokens=arguments.tokens)
+            partial(turn_of_bursts, running=streams, door=door, count=burst)
+            if burst
+            else partial(turn_of_streams, door=DOORS[door], count=streams, tokens=tokens)
         )
         sides = {"before": partial(turn, other), "now": partial(turn, own)}
-        found = await in_turn(sides, arguments.rounds)
-    named = {"door": arguments.door, "streams": count, "rounds": arguments.rounds}
+        found = await in_turn(sides, rounds)
+    named = {"door": door, "streams": streams, "rounds": rounds}
     print(json.dumps(named | compared(found["before"], found["now"])))
 
 
@@ -81,16 +89,5 @@ def compared(before: Found, now: Found) -> dict[str, object]:
     }
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", required=True, help="folder of the other tree")
-    parser.add_argument("--door", choices=[*DOORS], default="native")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=384)
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each tree")
-    parser.add_argument("--burst", type=int, default=0, help="requests of a burst beside streams")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

@@ -8,14 +8,14 @@ responses as bytes and parses them after the run. Every text must equal the nati
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
 
 from _doors import DOORS, Door, Triton
-from _load import Figures, Together, run_bench, together
+from _load import Figures, in_turn, run_bench, together
 from _stack import Stack, stack
 
 STEP_MS = 10
@@ -26,59 +26,42 @@ ALL: dict[str, Door] = {**DOORS, "tensorrt_llm_bls": BLS}
 
 async def measure(mesh: Stack, streams: int, max_tokens: int, runs: int) -> Figures:
     """Measures the doors in turn, so that drift of the machine affects all; medians of the runs."""
-    results: dict[str, list[Together]] = {name: [] for name in ALL}
-    for _ in range(runs):
-        for name, door in ALL.items():
-            results[name].append(await together(mesh, door, streams, max_tokens))
-    texts = {
-        each.door.text(stream.messages)
-        for every in results.values()
-        for each in every
-        for stream in each.streams
-    }
+    texts = set[str]()
+
+    async def turn(door: Door) -> Mapping[str, float]:
+        own = await together(mesh, door, streams, max_tokens)
+        texts.update(door.text(stream.messages) for stream in own.streams)
+        messages = sum(len(stream.messages) for stream in own.streams)
+        return {
+            "services_cpu_us_per_token": own.services_us,
+            **{f"{name}_cpu_us_per_token": each for name, each in own.cpu_us.items()},
+            "client_cpu_us_per_token": own.client_us,
+            "messages_per_token": messages / own.tokens,
+            "ttft_p50_ms": statistics.median(own.first_ms()),
+        }
+
+    found = await in_turn({name: partial(turn, door) for name, door in ALL.items()}, runs)
     if len(texts) != 1:
         raise SystemExit("the doors gave different texts")
-    figures = {name: median(every) for name, every in results.items()}
+    figures = {name: each.medians() for name, each in found.items()}
     native = figures["native"]
     for own in (figures[model] for model in MODELS):
-        router = own["cpu_us_per_token"]["router"] / native["cpu_us_per_token"]["router"]
+        router = own["router_cpu_us_per_token"] / native["router_cpu_us_per_token"]
         own["router_cpu_to_native"] = round(router, 2)
         own["ttft_added_ms"] = round(own["ttft_p50_ms"] - native["ttft_p50_ms"], 2)
     print(f"{streams} streams: {json.dumps(figures)}", file=sys.stderr)
     return figures
 
 
-def median(results: Sequence[Together]) -> Figures:
-    """The run with the median CPU of the services, rounded."""
-    middle = sorted(results, key=lambda each: each.services_us)[len(results) // 2]
-    cpu = {**middle.cpu_us, "client": middle.client_us}
-    messages = sum(len(stream.messages) for stream in middle.streams)
-    firsts = statistics.median(statistics.median(each.first_ms()) for each in results)
-    return {
-        "services_cpu_us_per_token": round(middle.services_us, 1),
-        "cpu_us_per_token": {name: round(each, 1) for name, each in cpu.items()},
-        "messages_per_token": round(messages / middle.tokens, 2),
-        "ttft_p50_ms": round(firsts, 2),
-    }
-
-
-async def main(arguments: argparse.Namespace) -> None:
+async def main(
+    *, streams: tuple[int, ...] = (8, 64, 256), tokens: int = 128, runs: int = 3
+) -> None:
     results = {}
     with stack("--simulated-timing-step-ms", str(STEP_MS)) as mesh:
-        for door in ALL.values():
-            await together(mesh, door, 32, 32)
-        for streams in arguments.streams:
-            results[str(streams)] = await measure(mesh, streams, arguments.tokens, arguments.runs)
+        for count in streams:
+            results[str(count)] = await measure(mesh, count, tokens, runs)
     print(json.dumps({"step_ms": STEP_MS, "streams": results}))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="*", default=[8, 64, 256])
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each stream")
-    parser.add_argument("--runs", type=int, default=3)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    run_bench(main(parse()))
+    run_bench(main)

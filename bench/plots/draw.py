@@ -44,7 +44,7 @@ def triton_door(figures: Mapping[str, Any]) -> Chart:
     services = ("router", "tokenizer", "engine")
     groups = {
         f"{streams} streams": {
-            door.removeprefix("tensorrt_llm_"): [own["cpu_us_per_token"][s] for s in services]
+            door.removeprefix("tensorrt_llm_"): [own[f"{s}_cpu_us_per_token"] for s in services]
             for door, own in doors.items()
         }
         for streams, doors in figures["streams"].items()

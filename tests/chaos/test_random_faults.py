@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -77,20 +78,28 @@ async def test_random_faults_lose_no_token(mesh: FaultyMesh, seed: int) -> None:
     print(f"seed {seed}: policies {' and '.join(policies)}")
     await mesh.set_policies(policies)
     async with mesh.client(0) as one, mesh.client(1) as other:
-        await suffer(mesh, seed, draw, [one, other])
+        drawn = [request(draw) for _ in range(REQUESTS)]
+        faults = [draw.choice(sorted(mesh.faults)) for _ in range(FAULTS)]
+        stall = await suffer(mesh, draw, [one, other], drawn, faults)
+        print(f"seed {seed}: worst stall {stall * 1000:.0f} ms")
     await mesh.settle()
 
 
 async def suffer(
-    mesh: FaultyMesh, seed: int, draw: random.Random, clients: Sequence[Client]
-) -> None:
-    """Runs requests of both clients under faults, all drawn in advance."""
-    requests = [request(draw) for _ in range(REQUESTS)]
+    mesh: FaultyMesh,
+    draw: random.Random,
+    clients: Sequence[Client],
+    requests: Sequence[tuple[list[str], dict[str, Any]]],
+    faults: Sequence[str],
+    cancelled: float = 0.0,
+) -> float:
+    """Runs the requests of the clients under faults, all at times drawn in advance; a share is cancelled. Returns the
+    worst stall in seconds."""
     expected = [contents(await clients[0].complete(p, **options)) for p, options in requests]
-    opens = sorted((draw.uniform(0, LAST_SECONDS), each) for each in range(REQUESTS))
-    faults = sorted(
-        (draw.uniform(0, LAST_SECONDS), draw.choice(sorted(mesh.faults)), draw.getrandbits(32))
-        for _ in range(FAULTS)
+    opens = sorted((draw.uniform(0, LAST_SECONDS), each) for each in range(len(requests)))
+    ends = [draw.uniform(0, 0.5) if draw.random() < cancelled else None for _ in requests]
+    suffered = sorted(
+        (draw.uniform(0, LAST_SECONDS), name, draw.getrandbits(32)) for name in faults
     )
 
     async def open_later(seconds: float, number: int) -> float:
@@ -98,6 +107,9 @@ async def suffer(
         prompts, options = requests[number]
         reader = StreamReader(clients[number % len(clients)], prompts, **options)
         try:
+            if (end := ends[number]) is not None:
+                await asyncio.sleep(end)
+                return 0.0
             assert contents(await reader.result()) == expected[number], requests[number]
         finally:
             await reader.cancel()
@@ -105,11 +117,11 @@ async def suffer(
 
     async def suffer_later(seconds: float, name: str, detail: int) -> float:
         await asyncio.sleep(seconds)
-        print(f"seed {seed}: {seconds:.2f} s: {name} ({detail})")
+        print(f"{seconds:.2f} s: {name} ({detail})", file=sys.stderr)
         await mesh.suffer(name, random.Random(detail))
         return 0.0
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(suffer_later(*fault)) for fault in faults]
+        tasks = [group.create_task(suffer_later(*fault)) for fault in suffered]
         tasks += [group.create_task(open_later(*each)) for each in opens]
-    print(f"seed {seed}: worst stall {max(task.result() for task in tasks) * 1000:.0f} ms")
+    return max(task.result() for task in tasks)

@@ -1,41 +1,49 @@
-"""What a terminal shows while a run happens."""
+"""What is seen of a run while it happens."""
 
 from __future__ import annotations
 
-import io
+import time
 from dataclasses import replace
 
 import pytest
 from cli.bench.runs import HEADER, answer
-from rich.console import Console
+from trtmesh.tools.bench import live
 from trtmesh.tools.bench.live import LiveView, live_view
 from trtmesh.tools.bench.record import AnswerOutcome
 
-
-def drawn_of(view: LiveView) -> list[str]:
-    out = io.StringIO()
-    Console(file=out, width=200).print(view)
-    return out.getvalue().splitlines()[-1].split()
+PATIENCE_SECONDS = 60.0
 
 
 def test_the_view_counts_what_ended() -> None:
     now = 100.0
-    view = LiveView(10, lambda: now)
+    view = LiveView(HEADER.load, 10, lambda: now)
 
-    assert drawn_of(view)[:4] == ["connects", "and", "warms", "up"]
+    assert str(view) == "closed, 4 at a time: measures the client, connects and warms up"
     view.tell(HEADER)
     now = 102.0
+    assert str(view) == "closed, 4 at a time: 2 s, 0 of 10 ended, 0 not ok"
     view.tell(answer(0, (0.1, 0.3)))
     view.tell(answer(1, (0.2, 1.7, 1.8)))
     view.tell(replace(answer(2, ()), outcome=AnswerOutcome.ERROR))
 
     # 5 tokens in 2 seconds; TTFT of 100 and 200 ms.
-    assert drawn_of(view)[-9:] == ["2", *["3", "of", "10"], "1", "2.5", "200.0", "200.0", "1500.0"]
+    assert str(view) == (
+        "closed, 4 at a time: 2 s, 3 of 10 ended, 1 not ok, 2 tokens/s, TTFT p50 200.0 ms, p99 200.0 ms,"
+        " longest gap 1500.0 ms"
+    )
 
 
-def test_a_pipe_sees_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with live_view(3) as tell:
+def test_a_pipe_gets_lines_until_the_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "FIRST_LINE_S", 0.001)
+    seen, deadline = "", time.monotonic() + PATIENCE_SECONDS
+    with live_view(HEADER.load, 3) as tell:
         tell(HEADER)
         tell(answer(0, (1.0,)))
-
+        while "1 of 3 ended" not in seen and time.monotonic() < deadline:
+            seen += capfd.readouterr().err
+            time.sleep(0.01)
+    assert "closed, 4 at a time: 0 s, 1 of 3 ended, 0 not ok" in seen
+    capfd.readouterr()
     assert capfd.readouterr() == ("", "")

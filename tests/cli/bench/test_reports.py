@@ -25,7 +25,8 @@ from trtmesh.tools.bench.record import (
     RunEnd,
     as_line,
 )
-from trtmesh.tools.bench.reports.files import as_csv, as_json, run_object, write
+from trtmesh.tools.bench.report import ReportOptions
+from trtmesh.tools.bench.reports.files import as_csv, as_json, run_object
 from trtmesh.tools.bench.reports.tables import number
 from trtmesh.tools.bench.slo import parse_slos
 
@@ -127,7 +128,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(SettingsError, match=r"file/own\.json cannot be written"):
-        write(tmp_path / "file" / "own.json", b"")
+        ReportOptions(json=tmp_path / "file" / "own.json").check()
 
 
 @pytest.mark.parametrize(

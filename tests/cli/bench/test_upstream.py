@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Header, Load, Run
 from trtmesh.tools.bench.upstream.prompts import of_dataset, of_histograms, of_normal_lengths
-from trtmesh.tools.bench.upstream.statistics import boxed, statistics_of
+from trtmesh.tools.bench.upstream.statistics import boxed, figures_of
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -34,9 +34,8 @@ def run_of(*latencies_s: float, tokens: int = 4) -> Run:
 
 
 def test_figures_are_upstreams() -> None:
-    found = statistics_of(run_of(*([0.5] * 9), 2.0), dict.fromkeys(range(10), 7))
-    assert found
-    assert found.rows() == pytest.approx(
+    found = figures_of(run_of(*([0.5] * 9), 2.0), dict.fromkeys(range(10), 7))
+    assert found == pytest.approx(
         {
             # From the first start to the last end: 11 s.
             "Requests/Sec": 10 / 11,
@@ -52,7 +51,7 @@ def test_figures_are_upstreams() -> None:
             "Total requests": 10,
         }
     )
-    assert statistics_of(Run(run_of().header, ()), {}) is None
+    assert figures_of(Run(run_of().header, ()), {}) == {}
 
 
 def test_table_is_drawn_as_upstream_draws_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.option_groups import grouped, option
-from trtmesh.cli.output import put, say
+from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK, run
-from trtmesh.tools.bench.echo import check_client
-from trtmesh.tools.bench.live import live_view
+from trtmesh.tools.bench.echo import ClientTooSlow, check_client
 from trtmesh.tools.bench.measuring import Setup, Watch, measure, server_count
 from trtmesh.tools.bench.record import Load, Plan, Run
 from trtmesh.tools.bench.report import ReportOptions
 from trtmesh.tools.bench.serve import ClientOptions, TargetOptions, is_interrupted
+from trtmesh.tools.bench.slo import parse_slos
 from trtmesh.tools.bench.targets.target import FORMS
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
@@ -66,10 +67,6 @@ class SearchOptions:
         return Goal(self.attainment, self.start, self.lowest, self.highest)
 
 
-class SearchInterrupted(Exception):
-    """By Ctrl-C."""
-
-
 @grouped
 def find(
     target: Annotated[str, typer.Argument(help=f"Server: {FORMS}.")],
@@ -105,20 +102,18 @@ async def _find(
         raise SettingsError("is needed, as in --slo ttft:200", setting="--slo")
     # Needs numpy.
     from trtmesh.tools.bench.search import find as found_by
-    from trtmesh.tools.bench.slo import parse_slos
 
     goal = search.goal()
     setup = client.setup(connection.connecting(target), str(workload), seed)
     plans = await workload.plans(seed, await server_count(setup.connecting))
     async with client.watch() as watch:
         runs = Runs(setup, plans, search.seconds, watch)
-        try:
-            found = await found_by(runs.at, parse_slos(reports.slo or ()), goal, _say_trial)
-        except SearchInterrupted:
-            return INTERRUPTED
-    reports.write(sorted(runs.done, key=lambda each: each.header.load.rate or 0.0))
+        found = await found_by(runs.at, parse_slos(reports.slo or ()), goal, _say_trial)
     put(_verdict(found, goal))
-    return OK if found.holds is not None else FAILED
+    if any(each.answers for each in runs.done):
+        in_order = sorted(runs.done, key=lambda each: each.header.load.rate or 0.0)
+        reports.write(reports.figures(in_order))
+    return runs.given_up or watch.told() or (OK if found.holds is not None else FAILED)
 
 
 class Runs:
@@ -128,28 +123,36 @@ class Runs:
         if not plans:
             raise SettingsError("has no requests", setting="--workload")
         self.done: list[Run] = []
+        self.given_up = OK
+        """The exit status where there was no run at a rate."""
         self._setup = setup
         self._plans = plans
         self._seconds = seconds
         self._watch = watch
 
-    async def at(self, rate: float) -> Run:
-        """Raises SearchInterrupted at Ctrl-C, and ClientTooSlow."""
+    async def at(self, rate: float) -> Run | None:
+        """None at Ctrl-C, and where the figures would be the client's."""
         plans = [
             *islice(repeated(self._plans), max(FEWEST_REQUESTS, math.ceil(rate * self._seconds)))
         ]
         before = sum(each.header.load.rate == rate for each in self.done)
         # A repetition has other times; runs of other rates have the same ones, closer together.
         setup = replace(self._setup, seed=self._setup.seed + before)
-        with live_view(sum(len(plan.prompts) for plan in plans)) as shown_live:
-            watch = replace(self._watch, on_line=[*self._watch.on_line, shown_live])
-            measured = await measure(setup, Load("poisson", rate=rate), plans, watch)
-        if is_interrupted(measured):
-            raise SearchInterrupted
-        if setup.echoes:
-            check_client(measured)
+        try:
+            measured = await measure(setup, Load("poisson", rate=rate), plans, self._watch)
+            if setup.echoes:
+                check_client(measured)
+        except asyncio.CancelledError:
+            self.given_up = INTERRUPTED
+            return None
+        except ClientTooSlow as error:
+            say_error(str(error))
+            self.given_up = FAILED
+            return None
         self.done.append(measured)
-        return measured
+        if is_interrupted(measured):
+            self.given_up = INTERRUPTED
+        return None if self.given_up else measured
 
 
 def repeated(plans: Sequence[Plan]) -> Iterator[Plan]:
@@ -170,6 +173,7 @@ def _say_trial(trial: Trial) -> None:
 def _verdict(found: Found, goal: Goal) -> str:
     runs = f"{len(found.trials)} runs; {found.why}"
     if found.holds is None:
-        return f"no rate holds: {found.fails:.4g} requests/s fail ({runs})"
+        fails = "" if found.fails is None else f": {found.fails:.4g} requests/s fail"
+        return f"no rate holds{fails} ({runs})"
     fails = "" if found.fails is None else f", {found.fails:.4g} fail"
     return f"{found.holds:.4g} requests/s hold with {goal.attainment:.4g} of answers good{fails} ({runs})"

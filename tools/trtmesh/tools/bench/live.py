@@ -1,4 +1,5 @@
-"""What a terminal shows while a run happens; a pipe sees nothing of it."""
+"""What is seen of a run while it happens: a line on standard error, drawn again on a terminal, and now and then in a
+pipe."""
 
 from __future__ import annotations
 
@@ -6,28 +7,31 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
-from trtmesh.cli.tables import add_row, new_table
+from rich.text import Text
+from trtmesh.cli.output import say
 from trtmesh.tools.bench.measures import first_token_ms, longest_gap_ms
-from trtmesh.tools.bench.record import Answer, AnswerOutcome, Header, Line
+from trtmesh.tools.bench.record import Answer, AnswerOutcome, Header, Line, Load
 
 REFRESHES_PER_SECOND = 2
 """Drawing takes time from the sending."""
+FIRST_LINE_S, MOST_S = 2.0, 30.0
+"""Until the first line of a pipe; each next one comes after twice the time, at most so late."""
 RECENT = 500
 """Latest answers, of which the latencies are."""
 
 
 class LiveView:
-    """Is told the lines of the record, and drawn by a thread of its own."""
+    """Is told the lines of the record, and read by a thread of its own."""
 
-    def __init__(self, items: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, load: Load, items: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._load = load
         self._items = items
         self._clock = clock
-        self._load = ""
-        self._started = clock()
+        self._started: float | None = None
         self._counts: Counter[AnswerOutcome] = Counter()
         self._tokens = 0
         self._firsts: deque[float] = deque(maxlen=RECENT)
@@ -35,7 +39,7 @@ class LiveView:
 
     def tell(self, line: Line) -> None:
         if isinstance(line, Header):
-            self._load, self._started = str(line.load), self._clock()
+            self._started = self._clock()
         elif isinstance(line, Answer):
             self._counts[line.outcome] += 1
             if line.ok:
@@ -43,42 +47,55 @@ class LiveView:
                 self._firsts.extend(first_token_ms(line))
                 self._longest_gap = max([self._longest_gap, *longest_gap_ms(line)])
 
-    def __rich__(self) -> Table:
-        elapsed = max(self._clock() - self._started, 1e-9)
-        firsts = sorted(self._firsts.copy())
-        p50, p99 = (
-            f"{firsts[len(firsts) * percent // 100]:.1f}" if firsts else "-" for percent in (50, 99)
+    def __str__(self) -> str:
+        if self._started is None:
+            return f"{self._load}: measures the client, connects and warms up"
+        seconds, ended = self._clock() - self._started, self._counts.total()
+        shown = (
+            f"{self._load}: {seconds:.0f} s, {ended} of {self._items} ended,"
+            f" {ended - self._counts[AnswerOutcome.OK]} not ok"
         )
-        table = new_table(
-            *("load", "seconds", "ended", "failed", "tokens\n/s"),
-            *("TTFT\np50 ms", "TTFT\np99 ms", "longest\ngap ms"),
-        )
-        add_row(
-            table,
-            self._load or "connects and warms up",
-            f"{elapsed:.0f}",
-            f"{self._counts.total()} of {self._items}",
-            self._counts.total() - self._counts[AnswerOutcome.OK],
-            f"{self._tokens / elapsed:,.1f}",
-            p50,
-            p99,
-            f"{self._longest_gap:.1f}",
-        )
-        return table
+        if firsts := sorted(self._firsts.copy()):
+            p50, p99 = (firsts[len(firsts) * percent // 100] for percent in (50, 99))
+            shown += (
+                f", {self._tokens / max(seconds, 1e-9):,.0f} tokens/s, TTFT p50 {p50:.1f} ms, p99 {p99:.1f} ms,"
+                f" longest gap {self._longest_gap:.1f} ms"
+            )
+        return shown
 
 
 @contextmanager
-def live_view(items: int) -> Iterator[Callable[[Line], None]]:
-    """Shows a run of so many items on standard error while it happens."""
-    view, console = LiveView(items), Console(stderr=True)
+def live_view(load: Load, items: int) -> Iterator[Callable[[Line], None]]:
+    """Shows a run of so many items while it happens."""
+    view, console = LiveView(load, items), Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _: None
+        with _lines(view):
+            yield view.tell
         return
     with Live(
-        get_renderable=view.__rich__,
+        get_renderable=lambda: Text(str(view)),
         console=console,
         transient=True,
         redirect_stdout=False,
         refresh_per_second=REFRESHES_PER_SECOND,
     ):
         yield view.tell
+
+
+@contextmanager
+def _lines(view: LiveView) -> Iterator[None]:
+    over = Event()
+
+    def write() -> None:
+        wait_s = FIRST_LINE_S
+        while not over.wait(wait_s):
+            say(str(view))
+            wait_s = min(2 * wait_s, MOST_S)
+
+    writer = Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        writer.join()

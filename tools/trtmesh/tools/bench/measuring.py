@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,8 +13,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.cli.output import say, say_error
+from trtmesh.cli.session import FAILED, OK
 from trtmesh.tools.bench.driver import MOST_OPEN, Driver, chains_of
 from trtmesh.tools.bench.echo import echo
+from trtmesh.tools.bench.live import live_view
 from trtmesh.tools.bench.loads import planned
 from trtmesh.tools.bench.processes import Job, sending
 from trtmesh.tools.bench.record import (
@@ -28,6 +30,7 @@ from trtmesh.tools.bench.record import (
     Prompt,
     Run,
     RunEnd,
+    RunFile,
 )
 from trtmesh.tools.bench.server_metrics import ServerMetrics
 from trtmesh.tools.bench.targets.opening import CONNECT_SECONDS, connect, opened
@@ -64,31 +67,48 @@ class Setup:
     keeps_text: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Watch:
-    """Who looks on while a run happens."""
+    """What happens beside a run."""
 
-    on_line: Sequence[Callable[[Line], object]] = ()
-    """Told each line of the record when it is known."""
+    record: RunFile | None = None
     disruptor: Faults | None = None
     metrics: ServerMetrics | None = None
+
+    def told(self) -> int:
+        """Says what was not kept, and returns the exit status."""
+        if self.metrics and (problems := self.metrics.problems):
+            say(f"trtmesh: note: {len(problems)} readings of metrics failed: {problems[-1]}")
+        if self.record and self.record.problem:
+            say_error(self.record.problem)
+            return FAILED
+        return OK
 
 
 @dataclass(slots=True)
 class _Recorded:
-    watch: Watch
+    record: RunFile | None
+    show: Callable[[Line], None]
     answers: list[Answer] = field(default_factory=list)
 
     def tell(self, line: Line) -> None:
         if isinstance(line, Answer):
             self.answers.append(line)
-        for told in self.watch.on_line:
-            told(line)
+        if self.record:
+            self.record.write(line)
+        self.show(line)
 
 
 async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch) -> Run:
-    """Sends the plans under the load. Ctrl-C ends the run, which then has the answers so far."""
-    recorded = _Recorded(watch)
+    """Sends the plans under the load. Ctrl-C, which cancels the task, ends the run once it sends; then it has the
+    answers so far."""
+    with live_view(load, sum(len(plan.prompts) for plan in plans[setup.warmup :])) as show:
+        return await _measured(setup, load, plans, watch, _Recorded(watch.record, show))
+
+
+async def _measured(
+    setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch, recorded: _Recorded
+) -> Run:
     warming, measured = plans[: setup.warmup], plans[setup.warmup :]
     job = _job(setup, load, measured)
     own_cost = await echo(setup.connecting.url.protocol, _expected(load)) if setup.echoes else None
@@ -102,7 +122,7 @@ async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch)
             _beside(watch.disruptor, sender.clock),
             _beside(watch.metrics, sender.clock),
         ):
-            interrupted = await _sent(sender)
+            interrupted = await _is_interrupted(sender.send())
             ended_s = sender.clock()
     end = RunEnd(
         ended_s,
@@ -165,27 +185,12 @@ async def _warm_up(targets: Sequence[Target], plans: Sequence[Plan], load: Load)
     await driver.send(chains_of(planned(plans, Load("closed"), 0)), at_once)
 
 
-async def _sent(sender: _Sender) -> bool:
-    """Returns whether Ctrl-C ended it."""
-    task = asyncio.ensure_future(sender.send())
-    interrupted = False
-
-    def end() -> None:
-        nonlocal interrupted
-        interrupted = True
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, end)
+async def _is_interrupted(sending: Awaitable[None]) -> bool:
     try:
-        await task
+        await sending
     except asyncio.CancelledError:
-        if not interrupted:
-            raise
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        task.cancel()
-    return interrupted
+        return True
+    return False
 
 
 @asynccontextmanager

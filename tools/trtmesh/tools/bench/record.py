@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 import orjson
@@ -292,6 +291,8 @@ class RunFile:
     """Writes runs while they happen, a line at a time, so that a killed process leaves what it had."""
 
     def __init__(self, path: Path) -> None:
+        self.problem = ""
+        """Why the file ends before the runs."""
         self._path = path
         self._file: FileIO | None = None
 
@@ -302,18 +303,19 @@ class RunFile:
             raise SettingsError(f"{self._path} cannot be written: {error.strerror}") from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file:
             self._file.close()
 
     def write(self, line: Line) -> None:
+        """Where the disk is full, the run goes on without the file."""
         assert self._file, "used outside `with`"
-        self._file.write(as_line(line))
+        rest = b"" if self.problem else as_line(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.problem = f"{self._path} ends early, since it cannot be written: {error.strerror}"
 
 
 def read_runs(path: Path) -> Sequence[Run]:

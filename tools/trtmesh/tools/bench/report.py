@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.extras import check_extras
 from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put, readable
 from trtmesh.cli.session import OK, run
 from trtmesh.cli.tables import print_tables
 from trtmesh.tools.bench.record import Run, read_runs
+from trtmesh.tools.bench.slo import parse_slos
 
 if TYPE_CHECKING:
     from trtmesh.tools.bench.figures import Report
@@ -38,43 +40,69 @@ class ReportOptions:
     def check(self) -> None:
         """Raises before a run what would be raised behind it: SettingsError, StartupError."""
         check_extras(["bench"])
-        from trtmesh.tools.bench.slo import parse_slos
-
         parse_slos(self.slo or ())
+        for path in filter(None, (self.html, self.json, self.csv)):
+            # Nothing is added to the file.
+            _write(path, b"", "ab")
 
-    def write(self, runs: Sequence[Run]) -> Report:
-        """Writes the files."""
-        self.check()
-        # Need numpy and jinja2.
+    def figures(self, runs: Sequence[Run]) -> Report:
+        # Needs numpy.
         from trtmesh.tools.bench.figures import report_of
+
+        return report_of(runs, parse_slos(self.slo or ()))
+
+    def write(self, found: Report) -> None:
+        """Writes the files. Raises SettingsError at the end for those that could not be written."""
+        # Needs jinja2.
         from trtmesh.tools.bench.reports import files
         from trtmesh.tools.bench.reports.page import as_html
-        from trtmesh.tools.bench.slo import parse_slos
 
-        found = report_of(runs, parse_slos(self.slo or ()))
+        problems = []
         for path, content in (
             (self.html, as_html),
             (self.json, files.as_json),
             (self.csv, files.as_csv),
         ):
-            if path:
-                files.write(path, content(found))
-        return found
+            try:
+                if path:
+                    _write(path, content(found))
+            except SettingsError as error:
+                problems.append(str(error))
+        if problems:
+            raise SettingsError("; ".join(problems))
 
     def report(self, runs: Sequence[Run]) -> None:
-        """Writes the files, then prints the tables, whose reader may leave."""
-        found = self.write(runs)
-        from trtmesh.tools.bench.reports.tables import run_tables, sweep_table
+        """Writes the files and prints the tables, one also without the other: a disk may be full, a reader may
+        leave."""
+        found = self.figures(runs)
+        try:
+            self.write(found)
+        finally:
+            _print(found)
 
-        for each in found.runs:
-            put(f"{each.load}, {each.run.header.target}")
-            for table in run_tables(each):
-                print_tables(table)
-                put("")
-            for error, count in each.errors:
-                put(readable(f"{count} x {error}"))
-        if found.is_sweep:
-            print_tables(sweep_table(found))
+
+def _print(found: Report) -> None:
+    from trtmesh.tools.bench.reports.tables import run_tables, sweep_table
+
+    for each in found.runs:
+        put(f"{each.load}, {each.run.header.target}")
+        for table in run_tables(each):
+            print_tables(table)
+            put("")
+        for error, count in each.errors:
+            put(readable(f"{count} x {error}"))
+    if found.is_sweep:
+        print_tables(sweep_table(found))
+
+
+def _write(path: Path, content: bytes, mode: str = "wb") -> None:
+    """Raises SettingsError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open(mode) as file:
+            file.write(content)
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
 
 
 @grouped
@@ -93,5 +121,6 @@ def report(
 
 
 async def _report(records: Sequence[Path], options: ReportOptions) -> int:
+    options.check()
     options.report([each for record in records for each in read_runs(record)])
     return OK

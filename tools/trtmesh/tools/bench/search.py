@@ -64,11 +64,7 @@ def next_rate(trials: Sequence[Trial], goal: Goal) -> float | Found:
         return goal.start
     if _is_open(trials, goal) and len(trials) < goal.trials:
         return trials[-1].rate
-    verdicts = {each.rate: holds(trials, each.rate, goal) for each in trials}
-    fails = min((rate for rate, good in verdicts.items() if not good), default=None)
-    # A rate that holds above one that fails was luck.
-    below = math.inf if fails is None else fails
-    held = max((rate for rate, good in verdicts.items() if good and rate < below), default=None)
+    held, fails = bounds(trials, goal)
     if held is not None and fails is not None and fails <= held * (1 + goal.tolerance):
         return Found(held, fails, trials, f"rates are within {goal.tolerance:.0%}")
     if fails is None and held is not None and held >= goal.highest:
@@ -82,6 +78,16 @@ def next_rate(trials: Sequence[Trial], goal: Goal) -> float | Found:
     if held is None:
         return max(fails / 2, goal.lowest)
     return math.sqrt(held * fails)
+
+
+def bounds(trials: Sequence[Trial], goal: Goal) -> tuple[float | None, float | None]:
+    """The highest rate that holds, and the lowest that fails."""
+    verdicts = {each.rate: holds(trials, each.rate, goal) for each in trials}
+    fails = min((rate for rate, good in verdicts.items() if not good), default=None)
+    # A rate that holds above one that fails was luck.
+    below = math.inf if fails is None else fails
+    held = max((rate for rate, good in verdicts.items() if good and rate < below), default=None)
+    return held, fails
 
 
 def holds(trials: Sequence[Trial], rate: float, goal: Goal) -> bool:
@@ -114,15 +120,16 @@ def wilson(good: int, counted: int, level: float = LEVEL) -> tuple[float, float]
 
 
 async def find(
-    run_at: Callable[[float], Awaitable[Run]],
+    run_at: Callable[[float], Awaitable[Run | None]],
     slos: Sequence[Slo],
     goal: Goal,
     report: Callable[[Trial], None],
 ) -> Found:
-    """Runs one rate after another. `report` hears of each run when it is over."""
+    """Runs one rate after another, until one is given up. `report` hears of each run when it is over."""
     trials: list[Trial] = []
     while not isinstance(step := next_rate(trials, goal), Found):
-        run = await run_at(step)
+        if (run := await run_at(step)) is None:
+            return Found(*bounds(trials, goal), trials, "it was given up")
         trials.append(trial(step, run, slos))
         report(trials[-1])
     return step

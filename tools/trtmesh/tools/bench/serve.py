@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.errors import SettingsError, StartupError, TrtmeshError
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put, say, say_error
@@ -18,7 +19,6 @@ from trtmesh.cli.session import FAILED, INTERRUPTED, OK, ApiKeyFileOption, run
 from trtmesh.cli.tls import CONNECTION, TlsOptions
 from trtmesh.tools.bench.disruption_options import DisruptionOptions
 from trtmesh.tools.bench.echo import ClientTooSlow, check_client
-from trtmesh.tools.bench.live import live_view
 from trtmesh.tools.bench.loads import KINDS, read_numbers, read_ramp
 from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server_count
 from trtmesh.tools.bench.record import (
@@ -166,7 +166,7 @@ class ClientOptions:
         if metrics:
             await metrics.check()
         with RunFile(self.record) if self.record else nullcontext() as file:
-            yield Watch([file.write] if file else [], metrics=metrics)
+            yield Watch(file, metrics=metrics)
 
 
 @grouped
@@ -213,34 +213,36 @@ async def _serve(
     loads = load.loads()
     count = await server_count(setup.connecting)
     plans = batched(await workload.plans(setup.seed, count), load.batch)
+    runs: list[Run] = []
     async with client.watch() as watch:
-        runs = [
-            measured async for measured in _sweep(setup, loads, plans, watch, disruption, given)
-        ]
-    return _report(runs, reports, checks=client.echo)
+        ended = OK
+        try:
+            await _sweep(runs, setup, loads, plans, watch, disruption, given)
+        except asyncio.CancelledError:
+            ended = INTERRUPTED
+        except (TrtmeshError, StartupError) as error:
+            if not runs:
+                raise
+            say_error(f"{error}; what was measured before follows")
+            ended = FAILED
+    return _report(runs, reports, checks=client.echo) or ended or watch.told()
 
 
 async def _sweep(
+    runs: list[Run],
     setup: Setup,
     loads: Sequence[Load],
     plans: Sequence[Plan],
     watch: Watch,
     disruption: DisruptionOptions,
     given: Run | None,
-) -> AsyncIterator[Run]:
-    """Yields a run for each load, with faults behind the undisturbed one, and compares both. Ctrl-C ends it."""
-    items = sum(len(plan.prompts) for plan in plans[setup.warmup :])
+) -> None:
+    """Adds a run for each load, with faults behind the undisturbed one, and compares both. Ctrl-C ends it."""
     undisturbed = given
     for load in loads:
         for faults in disruption.turns(setup.connecting.url, setup.seed):
-            with live_view(items) as live:
-                own = replace(watch, on_line=[*watch.on_line, live], disruptor=faults)
-                measured = await measure(setup, load, plans, own)
-            yield measured
-            if is_interrupted(measured):
-                return
-            if watch.metrics and (problems := watch.metrics.problems):
-                say(f"trtmesh: note: {len(problems)} readings of metrics failed: {problems[-1]}")
+            measured = await measure(setup, load, plans, replace(watch, disruptor=faults))
+            runs.append(measured)
             if faults is None:
                 undisturbed = given or measured
             elif undisturbed:
@@ -249,6 +251,8 @@ async def _sweep(
 
                 for line in shown(survival(measured, undisturbed)):
                     put(line)
+            if is_interrupted(measured):
+                return
 
 
 def _report(runs: Sequence[Run], reports: ReportOptions, *, checks: bool) -> int:
@@ -261,11 +265,11 @@ def _report(runs: Sequence[Run], reports: ReportOptions, *, checks: bool) -> int
             fit.append(measured)
         except ClientTooSlow as error:
             say_error(str(error))
-    if any(measured.answers for measured in fit):
-        reports.report(fit)
     for measured in runs:
         say(counted(measured))
-    if is_interrupted(runs[-1]):
+    if any(measured.answers for measured in fit):
+        reports.report(fit)
+    if any(map(is_interrupted, runs)):
         return INTERRUPTED
     failed = any(measured.count(AnswerOutcome.ERROR) for measured in runs)
     return FAILED if failed or len(fit) < len(runs) else OK

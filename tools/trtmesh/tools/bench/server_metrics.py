@@ -42,7 +42,7 @@ class ServerMetrics:
 
     async def run(self, clock: Callable[[], float]) -> None:
         """Reads each second by the clock of the run; is cancelled when the run ends."""
-        self._held, self.problems, held = [], [], 0
+        self._held, held = [], 0
         async with _session() as session:
             while held < MOST_HELD_BYTES:
                 try:

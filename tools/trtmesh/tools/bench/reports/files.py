@@ -11,11 +11,9 @@ import io
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import orjson
-from trtmesh.chassis.errors import SettingsError
 from trtmesh.tools.bench.figures import TOTALS, Figures, Report
 from trtmesh.tools.bench.intervals import STATISTICS, Interval
 from trtmesh.tools.bench.measures import MEASURES
@@ -99,12 +97,3 @@ def as_csv(report: Report) -> bytes:
 def _no_formula(text: str) -> str:
     """Spreadsheets compute what begins like this."""
     return f"'{text}" if text[:1] in "=+-@\t\r" else text
-
-
-def write(path: Path, content: bytes) -> None:
-    """Raises SettingsError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be written: {error.strerror}") from error

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest, QueueFull, TrtmeshError
 from trtmesh.tools.bench.reception import Reception
@@ -25,47 +24,29 @@ COUNTED = ("num_input_tokens", "num_output_tokens")
 QUEUE_IS_FULL = "maximum queue size"
 
 
+@dataclass(frozen=True, slots=True)
 class KserveTarget:
     """A model of a server, whose configuration says which tensors it takes."""
 
-    def __init__(self, connecting: Connecting, *, streams: bool) -> None:
-        (address,) = connecting.url.addresses
-        self._connection = TritonConnection(address, tls=connecting.tls, api_key=connecting.api_key)
-        self._name = connecting.model or DEFAULT_MODEL
-        self._streams = streams
-
-    async def __aenter__(self) -> Self:
-        await self._connection.__aenter__()
-        try:
-            self._model = TritonModel.of(await self._connection.model_config(self._name))
-            self.release = await self._connection.release()
-        except BaseException:
-            await self._connection.__aexit__()
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._connection.__aexit__()
+    connection: TritonConnection
+    model: TritonModel
+    release: str
+    streams: bool
 
     async def answer(self, plan: Plan, reception: Reception) -> None:
         (prompt,) = plan.prompts
         request = make_request(
-            self._model,
+            self.model,
             reception.request_id,
             [[*prompt.ids] if prompt.ids else prompt.whole_text],
             Inputs(self._options(prompt)),
         )
-        responses = TritonResponses(reception, accumulates=self._model.accumulates)
-        if not self._streams:
-            responses.add(await self._connection.infer(request))
+        responses = TritonResponses(reception, accumulates=self.model.accumulates)
+        if not self.streams:
+            responses.add(await self.connection.infer(request))
             responses.finish()
             return
-        messages = self._connection.stream(_only(request), None)
+        messages = self.connection.stream(_only(request), None)
         async with aclosing(messages):
             async for message in messages:
                 if message.error_message:
@@ -78,10 +59,20 @@ class KserveTarget:
         options: dict[str, Any] = {
             "max_tokens": prompt.max_tokens,
             **tensor_options(prompt),
-            "stream": self._streams,
+            "stream": self.streams,
         }
         wanted = ("exclude_input_in_output", *COUNTS)
-        return options | {name: True for name in wanted if name in self._model.inputs}
+        return options | {name: True for name in wanted if name in self.model.inputs}
+
+
+@asynccontextmanager
+async def kserve_target(connecting: Connecting) -> AsyncIterator[KserveTarget]:
+    (address,), key = connecting.url.addresses, connecting.api_key
+    async with TritonConnection(address, tls=connecting.tls, api_key=key) as connection:
+        config = await connection.model_config(connecting.model or DEFAULT_MODEL)
+        release = await connection.release()
+        streams = connecting.url.protocol == "triton"
+        yield KserveTarget(connection, TritonModel.of(config), release, streams)
 
 
 def tensor_options(prompt: Prompt) -> Mapping[str, Any]:

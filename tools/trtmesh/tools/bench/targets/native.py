@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import aclosing
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.client import Client, GenerateItem, ItemFailed, ItemFinished, ItemStarted, Tokens
@@ -16,34 +16,19 @@ from trtmesh.tools.bench.record import Plan, Prompt
 from trtmesh.tools.bench.targets.target import Connecting
 
 
+@dataclass(frozen=True, slots=True)
 class NativeTarget:
     """A router of a mesh, or several."""
 
-    release = ""
-
-    def __init__(self, connecting: Connecting) -> None:
-        self._model = connecting.model
-        self._client = Client(
-            connecting.url.addresses, api_key=connecting.api_key, tls=connecting.tls
-        )
-
-    async def __aenter__(self) -> Self:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._client.__aexit__(kind, error, trace)
+    client: Client
+    model: str
+    release: str = ""
 
     async def answer(self, plan: Plan, reception: Reception) -> None:
-        events = self._client.generate(
+        events = self.client.generate(
             [_item(prompt) for prompt in plan.prompts],
             request_id=reception.request_id,
-            model=self._model,
+            model=self.model,
         )
         async with aclosing(events):
             async for event in events:
@@ -67,6 +52,13 @@ class NativeTarget:
                         reception.fail(at, event.error)
                     case _:
                         pass
+
+
+@asynccontextmanager
+async def native_target(connecting: Connecting) -> AsyncIterator[NativeTarget]:
+    key, tls = connecting.api_key, connecting.tls
+    async with Client(connecting.url.addresses, api_key=key, tls=tls) as client:
+        yield NativeTarget(client, connecting.model)
 
 
 def _item(prompt: Prompt) -> GenerateItem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from trtmesh.chassis.errors import Unavailable
 from trtmesh.tools.bench.driver import Driver
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Plan
 from trtmesh.tools.bench.targets.generate_stream import generate_stream_target
-from trtmesh.tools.bench.targets.kserve import KserveTarget
-from trtmesh.tools.bench.targets.native import NativeTarget
+from trtmesh.tools.bench.targets.kserve import kserve_target
+from trtmesh.tools.bench.targets.native import native_target
 from trtmesh.tools.bench.targets.openai import openai_target
 from trtmesh.tools.bench.targets.target import Connecting, OpenTarget, Target
 
@@ -19,20 +19,18 @@ CONNECT_SECONDS = 60.0
 """For the first token over a connection."""
 
 
+OPENERS: Mapping[str, Callable[[Connecting], OpenTarget]] = {
+    "grpc": native_target,
+    "triton": kserve_target,
+    "triton+unary": kserve_target,
+    "triton+http": generate_stream_target,
+    "openai": openai_target,
+}
+
+
 def open_target(connecting: Connecting) -> OpenTarget:
     """A connection to the target, to be opened by `async with`."""
-    match connecting.url.protocol:
-        case "grpc":
-            return NativeTarget(connecting)
-        case "triton":
-            return KserveTarget(connecting, streams=True)
-        case "triton+unary":
-            return KserveTarget(connecting, streams=False)
-        case "triton+http":
-            return generate_stream_target(connecting)
-        case "openai":
-            return openai_target(connecting)
-    raise ValueError(connecting.url.protocol)
+    return OPENERS[connecting.url.protocol](connecting)
 
 
 @asynccontextmanager

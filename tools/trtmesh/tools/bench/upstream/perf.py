@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +11,7 @@ from typing import Annotated
 import typer
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.option_groups import grouped
-from trtmesh.cli.output import say_error
-from trtmesh.cli.session import FAILED, OK, run
+from trtmesh.cli.session import INTERRUPTED, OK, run
 from trtmesh.cli.tables import add_row, new_table, print_tables
 from trtmesh.tools.bench.measuring import server_count
 from trtmesh.tools.bench.record import Load, Plan
@@ -23,9 +23,6 @@ from trtmesh.tools.bench.workloads.lengths import MOST_TOKENS
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
 MOST_BATCH = 65_536
-
-Cell = Mapping[str, int]
-"""A part of the matrix: its batch, input and output."""
 
 
 @grouped
@@ -48,17 +45,18 @@ def perf(
 
     Each cell keeps the batch size under way until its requests are answered, after 10 that warm up.
 
-    Exit status: 0 done, 1 requests failed, 2 wrong usage.
+    Exit status: 0 done, 1 requests failed, 2 wrong usage, 130 Ctrl-C; then the cells so far are reported.
     """
 
-    def cells() -> list[Cell]:
-        batches = _sizes(batch_size, "--batch-size", MOST_BATCH)
-        inputs = _sizes(input_len, "--input-len", MOST_TOKENS)
-        outputs = _sizes(output_len, "--output-len", MOST_TOKENS)
-        sizes = product(batches, inputs, outputs)
-        return [dict(zip(("batch", "input", "output"), each, strict=True)) for each in sizes]
+    async def matrix() -> int:
+        sizes = product(
+            _sizes(batch_size, "--batch-size", MOST_BATCH),
+            _sizes(input_len, "--input-len", MOST_TOKENS),
+            _sizes(output_len, "--output-len", MOST_TOKENS),
+        )
+        return await _perf(connection.connecting(target), [*sizes], rounds, tokenizer, csv)
 
-    run(_perf(connection, target, cells, rounds, tokenizer, csv))
+    run(matrix())
 
 
 def _sizes(text: str, setting: str, most: int) -> list[int]:
@@ -71,41 +69,47 @@ def _sizes(text: str, setting: str, most: int) -> list[int]:
 
 
 async def _perf(
-    connection: TargetOptions,
-    target: str,
-    cells: Callable[[], Sequence[Cell]],
+    connecting: Connecting,
+    sizes: Sequence[tuple[int, int, int]],
     rounds: int,
     tokenizer: Path | None,
     csv: Path | None,
 ) -> int:
-    connecting = connection.connecting(target)
-    rows = []
-    for cell in cells():
-        plans = await _plans(connecting, cell, rounds, tokenizer)
-        name = ", ".join(f"{name} {size}" for name, size in cell.items())
-        found = await measured(connecting, Load("closed", concurrency=cell["batch"]), plans, name)
-        if isinstance(found, str):
-            say_error(f"{name}: {found}")
-            return FAILED
-        rows.append({**cell, **found.rows()})
-    table = new_table(*rows[0])
-    for row in rows:
-        add_row(
-            table, *(value if isinstance(value, int) else f"{value:.2f}" for value in row.values())
+    rows, status = list[dict[str, float]](), OK
+    for size in sizes:
+        cell = dict(zip(("batch", "input", "output"), size, strict=True))
+        load, name = (
+            Load("closed", concurrency=size[0]),
+            ", ".join(f"{k} {v}" for k, v in cell.items()),
         )
-    print_tables(table)
-    if csv:
-        append_csv(csv, rows)
-    return OK
+        try:
+            plans = await _plans(connecting, size, rounds, tokenizer)
+        except asyncio.CancelledError:
+            status = INTERRUPTED
+            break
+        found, status = await measured(connecting, load, plans, name)
+        if found:
+            rows.append({**cell, **found})
+        if status:
+            break
+    if rows:
+        table = new_table(*rows[0])
+        for row in rows:
+            add_row(table, *(f"{n:.2f}".removesuffix(".00") for n in row.values()))
+        print_tables(table)
+        if csv:
+            append_csv(csv, rows)
+    return status
 
 
 async def _plans(
-    connecting: Connecting, cell: Cell, rounds: int, tokenizer: Path | None
+    connecting: Connecting, size: tuple[int, int, int], rounds: int, tokenizer: Path | None
 ) -> Sequence[Plan]:
+    batch, prompt, answer = size
     options = WorkloadOptions(
-        requests=rounds * cell["batch"],
-        input_tokens=str(cell["input"]),
-        output_tokens=str(cell["output"]),
+        requests=rounds * batch,
+        input_tokens=str(prompt),
+        output_tokens=str(answer),
         tokenizer=tokenizer,
     )
     return await options.plans(0, await server_count(connecting))

@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.record import Plan, Prompt
-from trtmesh.tools.bench.workloads.files import MOST_JSON_BYTES
+from trtmesh.tools.bench.workloads.files import as_json, checked, read_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,7 +30,13 @@ HISTOGRAMS = {
 
 Histogram = Sequence[tuple[tuple[int, int], int]]
 
-_DATASET = TypeAdapter(list[dict[str, object]])
+
+class Entry(BaseModel):
+    """Of a dataset."""
+
+    input: str
+    instruction: str
+    output: str
 
 
 def of_dataset(
@@ -38,24 +44,16 @@ def of_dataset(
 ) -> list[Plan]:
     """Of objects with `input`, `instruction` and `output`, whose words give the length of the answer; prompts that are
     too long are left out. Raises InvalidRequest."""
-    try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise InvalidRequest(f"has more than {MOST_JSON_BYTES} bytes", field=str(path))
-        entries = _DATASET.validate_json(path.read_bytes())
-    except OSError as error:
-        raise InvalidRequest(f"cannot be read: {error}", field=str(path)) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidRequest(first["msg"], field=str(path)) from error
+    entries = as_json(str(path), read_whole(path))
+    if not isinstance(entries, list):
+        raise InvalidRequest("must be a list", field=str(path))
 
     def prompts() -> Iterator[tuple[tuple[int, ...], int]]:
-        for number, entry in enumerate(entries):
-            if missing := {"input", "instruction", "output"} - entry.keys():
-                raise InvalidRequest(f"has no {min(missing)}", field=f"{path}: [{number}]")
-            ids = tuple(tokenizer.encode(f"{entry['input']} {entry['instruction']}").ids)
+        for number, each in enumerate(entries):
+            entry: Entry = checked(Entry, each, f"{path}: [{number}]")
+            ids = tuple(tokenizer.encode(f"{entry.input} {entry.instruction}").ids)
             if 0 < len(ids) <= max_input_len:
-                words = len(str(entry["output"]).split(" "))
-                yield ids, max(1, int(words * tokens_per_word))
+                yield ids, max(1, int(len(entry.output.split(" ")) * tokens_per_word))
 
     return _plans(islice(prompts(), requests))
 

@@ -142,13 +142,13 @@ def _place(where: str) -> str:
 
 def _json_lines(path: Path) -> Iterator[Row]:
     for where, line in _lines(path):
-        fields = _json(where, line)
+        fields = as_json(where, line)
         known = [
             each for name, each in _LINES.items() if isinstance(fields, dict) and name in fields
         ]
         if not known:
             raise InvalidRequest(f"must be an object with one of {', '.join(_LINES)}", field=where)
-        yield from _checked(known[0], fields, where).rows(where)
+        yield from checked(known[0], fields, where).rows(where)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -208,16 +208,24 @@ class Sample(_Record):
         yield Row(where, ids=tuple(self.input_ids), output_tokens=self.output_len, adapter=adapter)
 
 
+def read_whole(path: Path) -> bytes:
+    """Raises InvalidRequest."""
+    try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise InvalidRequest(f"has more than {MOST_JSON_BYTES} bytes", field=str(path))
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot be read: {error}", field=str(path)) from error
+
+
 def _whole_json(path: Path) -> Iterator[Row]:
-    if path.stat().st_size > MOST_JSON_BYTES:
-        raise InvalidRequest(f"has more than {MOST_JSON_BYTES} bytes", field=str(path))
-    content = _json(str(path), path.read_bytes())
+    content = as_json(str(path), read_whole(path))
     for name, kind in (("samples", Sample), ("", ShareGpt)):
         entries = content.get(name) if isinstance(content, dict) else content if not name else None
         if isinstance(entries, list):
             for number, entry in enumerate(entries):
                 where = f"{path}: {name}[{number}]"
-                yield from _checked(kind, entry, where).rows(where)
+                yield from checked(kind, entry, where).rows(where)
             return
     raise InvalidRequest(
         "must be a list of conversations (ShareGPT), or an object with `samples` (gptManagerBenchmark)",
@@ -265,7 +273,7 @@ def _csv(path: Path) -> Iterator[Row]:
             if {str(field.alias) for field in kind.model_fields.values()} <= columns:
                 for row in table:
                     where = f"{path}:{table.line_num}"
-                    yield from _checked(kind, row, where).rows(where)
+                    yield from checked(kind, row, where).rows(where)
                 return
     raise InvalidRequest(
         f"has the columns {', '.join(sorted(columns))}, which are neither BurstGPT's (Timestamp, Request tokens,"
@@ -283,14 +291,16 @@ def _bounded(path: Path, file: IO[str]) -> Iterator[str]:
         yield line
 
 
-def _json(where: str, content: bytes) -> Any:
+def as_json(where: str, content: bytes) -> Any:
+    """Raises InvalidRequest."""
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"is not JSON: {error}", field=where) from error
 
 
-def _checked(kind: Any, value: object, where: str) -> Any:
+def checked(kind: Any, value: object, where: str) -> Any:
+    """The record of a pydantic model. Raises InvalidRequest."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

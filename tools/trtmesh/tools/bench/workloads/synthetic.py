@@ -11,7 +11,7 @@ from random import Random
 import orjson
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.record import Plan, Prompt
-from trtmesh.tools.bench.workloads.files import MOST_JSON_BYTES
+from trtmesh.tools.bench.workloads.files import as_json, read_whole
 from trtmesh.tools.bench.workloads.lengths import TokenLengths
 from trtmesh.tools.bench.workloads.rows import Part, Row
 
@@ -77,12 +77,7 @@ def _each(plans: Sequence[Plan], give: Callable[[Plan, Prompt], Prompt]) -> tupl
 
 def read_schemas(path: Path) -> tuple[str, ...]:
     """A schema, or one a line in a file that ends in .jsonl. Raises InvalidRequest with file and line."""
-    try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise InvalidRequest(f"has more than {MOST_JSON_BYTES} bytes", field=str(path))
-        content = path.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"cannot be read: {error}", field=str(path)) from error
+    content = read_whole(path)
     by_line = path.suffix.lower() == ".jsonl"
     texts = [*enumerate(content.splitlines(), 1)] if by_line else [(1, content)]
     schemas = tuple(_schema(text, f"{path}:{number}") for number, text in texts if text.strip())
@@ -92,10 +87,7 @@ def read_schemas(path: Path) -> tuple[str, ...]:
 
 
 def _schema(text: bytes, where: str) -> str:
-    try:
-        schema = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"is not JSON: {error}", field=where) from error
+    schema = as_json(where, text)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("is JSON, but no schema: it must be an object", field=where)
     return orjson.dumps(schema).decode()

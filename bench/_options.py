@@ -1,0 +1,30 @@
+"""The command line of a benchmark: the parameters of its `main`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_args, get_origin
+
+
+def options_of(main: Callable[..., object], given: Sequence[str] | None = None) -> dict[str, Any]:
+    """An option for each parameter: a tuple takes several values, `Annotated` has the choices, bool is a flag."""
+    parser = argparse.ArgumentParser(description=inspect.getmodule(main).__doc__)
+    for name, each in inspect.signature(main, eval_str=True).parameters.items():
+        kind, choices = each.annotation, None
+        if get_origin(kind) is Annotated:
+            kind, choices = get_args(kind)
+        flag, needed = f"--{name.replace('_', '-')}", each.default is each.empty
+        if kind is bool:
+            parser.add_argument(flag, action="store_true")
+            continue
+        parser.add_argument(
+            flag,
+            type=next(iter(get_args(kind)), kind),
+            nargs="*" if get_origin(kind) is tuple else None,
+            choices=choices and [*choices],
+            default=None if needed else each.default,
+            required=needed,
+        )
+    return vars(parser.parse_args(given))
