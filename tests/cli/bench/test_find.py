@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from cli.commands import running_stack, trtmesh
+from cli.commands import running, running_stack, trtmesh
 from trtmesh.tools.bench.find import repeated
 from trtmesh.tools.bench.record import Plan, Prompt, read_runs
 
@@ -45,6 +46,21 @@ def test_the_highest_rate_is_found_and_its_runs_are_reported(router: str, tmp_pa
     assert sorted(answer.index for answer in runs[0].answers)[:4] == [0, 0, 0, 1]
     assert all(answer.planned_s <= answer.sent_s for run in runs for answer in run.answers)
     assert "poisson, 60/s" in page.read_text()
+
+
+def test_interrupt_reports_the_rates_so_far(router: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    with running(
+        *("bench", "find", f"grpc://{router}", "--no-echo", "--seconds", "0.1", "--requests", "8"),
+        *("--input-tokens", "4", "--output-tokens", "2", "--slo", "e2e:600000"),
+        *("--start", "50", "--highest", "10000", "--html", str(page)),
+    ) as command:
+        command.wait_until(lambda: "good" in "".join(command.err), "a rate")
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+    assert "requests/s hold" in "".join(command.out)
+    assert "it was given up" in "".join(command.out)
+    assert "poisson, 50/s" in page.read_text()
 
 
 def test_no_rate_that_holds_is_a_failure(router: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_disk import full_beyond
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.tools.bench.record import (
     Answer,
@@ -65,6 +66,15 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     file.write_bytes(as_line(HEADER) + as_line(ANSWER) + as_line(ANSWER)[:-9])
     assert read_runs(file) == [Run(HEADER, (ANSWER,), None)]
+
+
+def test_a_full_disk_ends_the_file_and_not_the_run(tmp_path: Path) -> None:
+    whole = len(as_line(HEADER)) + len(as_line(ANSWER))
+    with RunFile(tmp_path / "runs.jsonl") as file, full_beyond(whole + 20):
+        for line in (HEADER, ANSWER, ANSWER, ANSWER, END):
+            file.write(line)
+    assert "runs.jsonl ends early, since it cannot be written: File too large" in file.problem
+    assert read_runs(tmp_path / "runs.jsonl") == [Run(HEADER, (ANSWER,), None)]
 
 
 @pytest.mark.parametrize(

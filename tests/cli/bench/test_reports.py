@@ -131,6 +131,19 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ReportOptions(json=tmp_path / "file" / "own.json").check()
 
 
+def test_tables_are_printed_where_the_disk_is_full(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ReportOptions(html=Path("/dev/full"), csv=tmp_path / "own.csv")
+    options.check()
+
+    with pytest.raises(SettingsError, match="/dev/full cannot be written: No space left"):
+        options.report([drawn(1)])
+
+    assert "TTFT" in capfd.readouterr().out
+    assert "time_to_first_token" in (tmp_path / "own.csv").read_text()
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "-"), (3.0, "3"), (1234.56, "1,235"), (0.123456, "0.1235"), (12.3456, "12.35")],

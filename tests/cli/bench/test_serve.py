@@ -169,6 +169,47 @@ def test_interrupt_before_the_run_leaves_nothing(tmp_path: Path) -> None:
         assert "Traceback" not in "".join(command.err)
 
 
+def test_interrupt_in_a_sweep_reports_the_runs_before(stack: Stack, tmp_path: Path) -> None:
+    record, page = tmp_path / "record.jsonl", tmp_path / "page.html"
+    target = f"grpc://{stack.wait_ready()}"
+    short = ("--requests", "3", "--output-tokens", "2", "--input-tokens", "8")
+    # The next run begins with an echo, before it sends.
+    with running(
+        *("bench", "serve", target, *short, "--tokenizer", str(DEMO), "--concurrency", "1,2,3"),
+        *("--record", str(record), "--html", str(page)),
+    ) as command:
+        command.wait_until(lambda: _ends(record) >= 1, "the end of a run")
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        assert command.left_nothing()
+    assert "closed, 1 at a time: 3 sent = 3 ok" in "".join(command.err)
+    assert "closed, 3 at a time" not in "".join(command.err)
+    assert "TTFT" in "".join(command.out)
+    assert "closed, 1 at a time" in page.read_text()
+
+
+def test_a_server_that_leaves_between_two_runs_leaves_the_first(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    short = ("--requests", "3", "--output-tokens", "2", "--input-tokens", "8")
+    with running_stack("--port", "0") as own:
+        target = f"grpc://{own.wait_ready()}"
+        with running(
+            *("bench", "serve", target, *short, "--tokenizer", str(DEMO), "--concurrency", "1,2"),
+            *("--record", str(record)),
+        ) as command:
+            command.wait_until(lambda: _ends(record) >= 1, "the end of a run")
+            own.signal(signal.SIGKILL)
+            assert command.wait() == 1
+    told = "".join(command.err)
+    assert "what was measured before follows" in told
+    assert "closed, 1 at a time: 3 sent = 3 ok" in told
+    assert "TTFT" in "".join(command.out)
+
+
+def _ends(record: Path) -> int:
+    return record.read_bytes().count(b'"kind":"end"') if record.exists() else 0
+
+
 def _answers(record: Path) -> int:
     return record.read_bytes().count(b'"kind":"answer"') if record.exists() else 0
 

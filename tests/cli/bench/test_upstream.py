@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli.commands import Stack, running_stack, trtmesh
+from cli.commands import Stack, running, running_stack, trtmesh
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Header, Load, Run
@@ -187,6 +188,27 @@ def test_perf_fills_a_matrix(stack: Stack, tmp_path: Path) -> None:
         (2, 5, 3, 6, 5),
         (2, 20, 3, 6, 20),
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "sign"),
+    [
+        (("core", "token-norm-dist", "--max-input-len", "60", "--input-mean", "30"), "Avg."),
+        (("perf", "--batch-size", "1,2", "--rounds", "400", "--output-len", "9"), "batch"),
+    ],
+)
+def test_interrupt_leaves_the_figures_so_far(
+    command: tuple[str, ...], sign: str, stack: Stack
+) -> None:
+    at = ("-u", stack.wait_ready(), "-c", "2") if command[0] == "core" else ()
+    target = () if at else (f"grpc://{stack.wait_ready()}", "--tokenizer", str(DEMO))
+    with running("bench", command[0], *target, *command[1:], *at) as started:
+        started.wait_until(
+            lambda: re.search(r" [1-9]\d* of \d+ ended", "".join(started.err)), "answers"
+        )
+        started.signal(signal.SIGINT)
+        assert started.wait() == 130
+    assert sign in "".join(started.out)
 
 
 @pytest.mark.parametrize(
