@@ -28,7 +28,7 @@ from engine.torch.conftest import Device, ModelDir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ROUNDS = 6
+ROUNDS = 3
 ITEMS = 9
 
 
@@ -68,7 +68,10 @@ async def test_any_combination_equals_each_item_alone(
     happened.reused_blocks += stats.reused_blocks
 
 
-@pytest.mark.parametrize("tiny", range(len(FAMILIES)))
+@pytest.mark.parametrize(
+    "tiny",
+    [pytest.param(each, marks=[pytest.mark.soak] if each else []) for each in range(len(FAMILIES))],
+)
 async def test_any_combination_equals_each_item_alone_under_preemption(
     tiny: int, device: Device, model_dir: ModelDir
 ) -> None:

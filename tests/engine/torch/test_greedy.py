@@ -45,6 +45,8 @@ async def test_families_equal_generate_with_1_3_and_17_requests(
             assert await engine.run(prompts[:count], FREE) == expected[:count]
 
 
+# The oracle compares it through a mesh.
+@pytest.mark.soak
 async def test_the_demo_model_equals_generate(device: Device) -> None:
     prompts = tiny_models.prompts(17, vocabulary_size=6144)
     model = tiny_models.reference_model(DEMO)
@@ -68,7 +70,7 @@ async def test_the_size_of_chunks_changes_nothing(
         assert await engine.run(prompts, FREE) == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.soak)])
 async def test_preemption_changes_nothing(
     family: str, model_dir: Callable[[str], Path], device: Device
 ) -> None:

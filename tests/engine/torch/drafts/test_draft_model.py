@@ -67,7 +67,10 @@ async def test_a_model_that_drafts_for_itself_is_always_right(llama: Path, devic
         assert len(drafter.drafter.drafter._free) == engine.info.total_blocks
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "temperature",
+    [pytest.param(0.3, marks=pytest.mark.soak), 1.0, pytest.param(1.5, marks=pytest.mark.soak)],
+)
 async def test_drafts_hold_as_often_as_by_direct_simulation(
     llama: Path, tmp_path: Path, temperature: float
 ) -> None:

@@ -26,7 +26,7 @@ def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 # PEFT reads a name that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.usefixtures("any_lengths")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 async def test_no_bit_changes_with_adapters(
     dtype: str, model_dir: ModelDir, tmp_path: Path
 ) -> None:
