@@ -215,6 +215,7 @@ ROOMS = {
         "doors",
         "requests",
         "handoffs",
+        "hedging",
         "admission",
         "canary",
         "receipts",

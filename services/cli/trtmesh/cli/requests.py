@@ -98,6 +98,7 @@ async def explain(context: Context, request_id: RequestArgument, owner: OwnerOpt
     for placement in response.placements:
         shown += (_placement_line(placement), *filter(None, [split_line(placement)]))
         shown.append(candidates_table(placement))
+    shown += map(_hedge_line, response.hedges)
     for batch_index, usage in zip(response.usage_batch_indexes, response.usages, strict=True):
         counts = f"{usage.prompt_tokens} prompt tokens, {usage.generated_tokens} new"
         shown.append(f"item {batch_index} so far: {counts}")
@@ -131,6 +132,21 @@ def _placement_line(placement: pb.Placement) -> str:
     if placement.regret_tokens:
         text += f"; another worker could have reused {placement.regret_tokens} tokens more"
     return text
+
+
+def _hedge_line(hedge: pb.Hedge) -> str:
+    text = (
+        f"item {hedge.batch_index}, sequence {hedge.sequence_index} was late ({hedge.cause}) at token"
+        f" {hedge.token_offset} on {hedge.worker}: "
+    )
+    if not hedge.second_worker:
+        return f"{text}no second copy, {hedge.detail}"
+    text += f"copy on {hedge.second_worker} {hedge.outcome}, {hedge.wasted_tokens} tokens computed twice"
+    if hedge.saved_seconds:
+        text += f", {hedge.saved_seconds * 1000:.0f} ms saved"
+    if hedge.differs:
+        text += "; THE COPIES HAVE OTHER TOKENS"
+    return f"{text}; {hedge.detail}" if hedge.detail else text
 
 
 def split_line(placement: pb.Placement) -> str:

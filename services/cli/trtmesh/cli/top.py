@@ -34,6 +34,7 @@ from trtmesh.cli.tables import (
     worker_state,
 )
 from trtmesh.client import AdminClient
+from trtmesh.v1 import router_admin_pb2 as pb
 
 SPARE_OF_WORKERS = (
     *("KV\nreuse", "prompt\ntokens/s", *(each.heading for each in LOAD_COLUMNS)),
@@ -113,12 +114,22 @@ def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
         f" {_number(rates.generated_tokens_per_second)} new tokens/s,"
         f" KV reuse {_share(rates.hit_rate)}, now {_share(rates.recent_hit_rate)}"
     )
+    if fleet.HasField("hedging"):
+        headline += _hedging(fleet.hedging)
     fleet_table = fitted(_fleet(sample, rates), console, SPARE_OF_WORKERS)
     return Group(
         Text(escaped(headline)),
         fleet_table,
         fitted(_streams(sample, rates), console, SPARE_OF_STREAMS),
     )
+
+
+def _hedging(totals: pb.HedgeTotals) -> str:
+    text = (
+        f", {totals.started} hedges: {totals.won} won, {totals.saved_seconds:.1f} s saved,"
+        f" {totals.wasted_tokens} tokens twice, {totals.refused} refused"
+    )
+    return f"{text}, {totals.differences} DIFFERENT" if totals.differences else text
 
 
 def _fleet(sample: Sample, rates: Rates) -> Table:

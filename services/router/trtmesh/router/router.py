@@ -48,6 +48,7 @@ from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import Pins
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.table import HandoffTable
+from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.links.local import LOCAL, LocalService
 from trtmesh.router.links.replica import Replica
 from trtmesh.router.metrics import RouterMetrics
@@ -97,6 +98,7 @@ class Router:
         runtime.message_limits = MessageLimits()
         self._fleet = Fleet(settings.placement, self._metrics, settings.handoff, settings.models)
         self._handoffs = HandoffTable(self._fleet, self._metrics)
+        self._hedger = Hedger(settings.hedge, self._fleet, self._metrics)
         self._followed = self._followed_router() if settings.adapters.follow else None
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
@@ -197,6 +199,7 @@ class Router:
             self._members,
             self._tokenizers,
             self._requests,
+            self._hedger,
         )
         token = AdminToken.read(settings.admin.token_file, os.environ)
         if token is None and settings.admin.console == "token":
@@ -296,6 +299,8 @@ class Router:
             self._keepers.append(asyncio.create_task(keep))
         if self._canary is not None:
             self._keepers.append(asyncio.create_task(self._canary.run()))
+        if self._hedger.enabled:
+            self._keepers.append(asyncio.create_task(self._hedger.run()))
         if self._followed is not None:
             following = self._followed.follow(self._adapters.take, self._adapters.tell)
             self._keepers.append(asyncio.create_task(following))

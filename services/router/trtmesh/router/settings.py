@@ -18,6 +18,7 @@ from trtmesh.router.doors.openai.settings import OpenAiSettings
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.fleet.bridge import ForeignWorkerSettings
+from trtmesh.router.hedging.settings import HedgeSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.links.local import LOCAL
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
@@ -66,6 +67,7 @@ class RouterSettings(SecuredSettings):
     compression: CompressionSettings = CompressionSettings()
     record: RecordSettings = RecordSettings()
     receipts: ReceiptSettings = ReceiptSettings()
+    hedge: HedgeSettings = HedgeSettings()
 
     @property
     def other_tokenizers(self) -> Sequence[str]:

@@ -21,6 +21,7 @@ from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.handoffs.table import HandoffTable
+from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.sequence import SequenceRun
@@ -143,6 +144,7 @@ async def test_many_adapters_yield_to_the_event_loop() -> None:
         cast(Membership, None),
         cast(TokenizerPool, None),
         cast(Requests, None),
+        cast(Hedger, None),
     )
 
     async def listed() -> Sequence[Any]:

@@ -7,18 +7,88 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import ModelMetrics, RouterMetrics
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
-from trtmesh.router.streams.sequence import End, Owner, SequenceRun, SequenceTimes
+from trtmesh.router.streams.sequence import Charge, End, SequenceTimes
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as generation_pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 HANDLES = 2**32
+
+
+class Mover(Protocol):
+    """Who moves a sequence off a worker: its item, or the race between two copies of it."""
+
+    def migrate(self, runs: Sequence[Any], address: str, error: TrtmeshError) -> bool:
+        """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
+
+    def hand_over(self, runs: Sequence[Any], address: str, cause: str) -> Sequence[Any]:
+        """Moves sequences with the KV off the worker at `address`. Returns the sequences that cannot move so."""
+
+
+class Held(Protocol):
+    """A sequence as its worker sees it, or a copy of one."""
+
+    @property
+    def owner(self) -> Mover: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def sequence_index(self) -> int: ...
+    @property
+    def most_tokens(self) -> int: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def times(self) -> SequenceTimes: ...
+    @property
+    def charge(self) -> Charge | None: ...
+    @property
+    def assignment(self) -> object | None:
+        """None once it has left its worker."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def waits_for_worker(self) -> bool: ...
+
+    def assign(self, assignment: Handle) -> None: ...
+    def on_prompt(self, details: generation_pb.PromptDetails) -> None: ...
+    def on_start(self, metrics: generation_pb.PerfMetrics) -> None: ...
+    def on_tokens(
+        self,
+        token_offset: int,
+        token_ids: list[int],
+        details: generation_pb.TokenDetails | None = None,
+    ) -> None: ...
+    def check_end(self, end: pb.SequenceEnd) -> None: ...
+    def on_end(self, end: End) -> None: ...
+    def on_worker_lost(self, error: TrtmeshError) -> None: ...
+
+
+class Loser(Protocol):
+    """A copy that was stopped because another is ahead."""
+
+    def on_tokens(self, token_offset: int, token_ids: list[int]) -> None:
+        """Takes what its worker still computed."""
+
+    def on_gone(self) -> None:
+        """The worker reported its end, or was lost."""
+
+
+class StepWatcher(Protocol):
+    """Who learns the pace of a worker."""
+
+    def on_step(self, now: float, running: int) -> None:
+        """A step came, after which so many sequences have a token and no end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,15 +103,17 @@ class Assignments:
     _none_late_until: float = math.inf
     _next_handle: int = 0
     _looks: int = 0
-    _queued: set[SequenceRun] = field(default_factory=set)
+    _queued: set[Held] = field(default_factory=set)
     """Sequences possibly still in the worker's queue."""
-    sequences: dict[int, SequenceRun] = field(default_factory=dict)
+    sequences: dict[int, Held] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
     """Handles of moved sequences without a reported end."""
+    losers: dict[int, Loser] = field(default_factory=dict)
+    """Of these, the copies that are still compared."""
     _stopping: dict[int, int] = field(default_factory=dict)
     """The look before which the worker was asked to end a sequence, the longest asked first."""
 
-    def assign(self, runs: Sequence[SequenceRun], booking: Booking) -> int:
+    def assign(self, runs: Sequence[Held], booking: Booking) -> int:
         """Gives successive handles to the sequences of `booking`; returns the first."""
         first = self._free_handles(len(runs))
         now = asyncio.get_running_loop().time()
@@ -67,6 +139,23 @@ class Assignments:
             self.released.add(handle)
             self._guard.leave(handle, asyncio.get_running_loop().time(), error)
 
+    def substitute(self, handle: int, held: Held) -> None:
+        """Puts a copy in the place of a sequence, or a sequence in that of a copy; nothing after the end."""
+        if (before := self.sequences.get(handle)) is None:
+            return
+        self.sequences[handle] = held
+        if before in self._queued:
+            self._queued.remove(before)
+            self._queued.add(held)
+
+    def lose(self, handle: int, loser: Loser) -> None:
+        """Stops a copy, of which `loser` sees what still comes."""
+        if handle in self.sequences:
+            self.release(handle, None)
+            self.losers[handle] = loser
+        else:
+            loser.on_gone()
+
     def hand_over(self, handle: int, lease_id: str, seconds: float) -> None:
         """Asks the worker to stop a sequence at the next token, and to keep the KV under a lease."""
         milliseconds = round(seconds * 1000)
@@ -75,12 +164,14 @@ class Assignments:
         )
         self._send(pb.EngineCommand(hand_over=command))
 
-    def ended(self, handle: int, error: TrtmeshError | None, now: float) -> SequenceRun | None:
+    def ended(self, handle: int, error: TrtmeshError | None, now: float) -> Held | None:
         """Removes a sequence at the reported end; None after a move."""
         run = self.sequences.pop(handle, None)
         self._stopping.pop(handle, None)
         if run is None:
             self.released.discard(handle)
+            if (loser := self.losers.pop(handle, None)) is not None:
+                loser.on_gone()
             return None
         self._guard.leave(handle, now, error)
         self._queued.discard(run)
@@ -92,7 +183,7 @@ class Assignments:
             run.times.started = now
         self._queued.clear()
 
-    def late(self, now: float) -> list[SequenceRun]:
+    def late(self, now: float) -> list[Held]:
         """Sequences past their deadline. Looks at them only when one may be: deadlines move away with every token."""
         if now <= self._none_late_until:
             return []
@@ -114,16 +205,19 @@ class Assignments:
                 raise ContractBroken(f"it did not end sequence {handle}, which it was asked to end")
             return
 
-    def by_owner(self) -> Mapping[Owner, list[SequenceRun]]:
+    def by_owner(self) -> Mapping[Mover, list[Held]]:
         """Sequences grouped by item."""
-        by_owner: dict[Owner, list[SequenceRun]] = {}
+        by_owner: dict[Mover, list[Held]] = {}
         for run in self.sequences.values():
             by_owner.setdefault(run.owner, []).append(run)
         return by_owner
 
-    def clear(self) -> list[SequenceRun]:
+    def clear(self) -> list[Held]:
         """Frees every handle after the loss of the worker; returns the sequences."""
-        runs = list(self.sequences.values())
+        runs, losers = list(self.sequences.values()), list(self.losers.values())
+        self.losers.clear()
+        for loser in losers:
+            loser.on_gone()
         self.sequences.clear()
         self.released.clear()
         self._stopping.clear()
@@ -163,6 +257,14 @@ class Handle:
     def hand_over(self, lease_id: str, seconds: float) -> None:
         self._assignments.hand_over(self._number, lease_id, seconds)
 
+    def substitute(self, held: Held) -> None:
+        """Puts a copy in the place of the sequence, or the sequence in that of a copy."""
+        self._assignments.substitute(self._number, held)
+
+    def lose(self, loser: Loser) -> None:
+        """Stops a copy, of which `loser` sees what still comes."""
+        self._assignments.lose(self._number, loser)
+
 
 UNACKNOWLEDGED_STEPS = 4
 """Most steps in flight. Few, because held-back tokens merge at the worker, while each step in flight adds latency."""
@@ -189,6 +291,7 @@ class Steps:
     _received: int = 0
     most_tokens: int = sys.maxsize
     """Most tokens of a sequence of the worker."""
+    watcher: StepWatcher | None = None
 
     def opened(self) -> None:
         """Starts counting on a new stream."""
@@ -196,7 +299,7 @@ class Steps:
 
     def distribute(self, step: pb.Step) -> None:
         """Hands new tokens to each sequence. Hot: no per-token objects, no logging. Raises ContractBroken."""
-        sequences = self._assignments.sequences
+        sequences, losers = self._assignments.sequences, self._assignments.losers
         _check_step(step, sequences, self.most_tokens)
         details = {each.handle: each.details for each in step.details} if step.details else {}
         for prompt in step.prompts:
@@ -224,6 +327,8 @@ class Steps:
                 run.times.on_tokens(count, now, metrics)
                 if run.charge is not None:
                     run.charge.up_to(len(run.token_ids), now)
+            elif losers and (loser := losers.get(handle)) is not None:
+                loser.on_tokens(offset, token_ids[position : position + count])
             position += count
         for end in step.ends:
             if (run := sequences.get(end.handle)) is not None:
@@ -231,6 +336,8 @@ class Steps:
             ended = _end_of(end)
             if (run := self._assignments.ended(end.handle, ended.error, now)) is not None:
                 run.on_end(ended)
+        if self.watcher is not None:
+            self.watcher.on_step(now, len(sequences) - len(awaiting))
         self._received += 1
         if self._received % ACKNOWLEDGE_EVERY == 0:
             self._new_command(0).acknowledge.received_steps = self._received
@@ -250,7 +357,7 @@ def _end_of(end: pb.SequenceEnd) -> End:
     )
 
 
-def _check_step(step: pb.Step, sequences: Mapping[int, SequenceRun], most_tokens: int) -> None:
+def _check_step(step: pb.Step, sequences: Mapping[int, Held], most_tokens: int) -> None:
     """Raises ContractBroken unless the lists of a step fit each other, and a large step fits the sequences of the
     worker, with at most `most_tokens`."""
     tokens = len(step.token_ids)

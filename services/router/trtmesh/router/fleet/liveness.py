@@ -45,6 +45,11 @@ class LivenessMonitor:
         """Submit commands without a confirmed read."""
         return max(0, self._submitted - self._received)
 
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the last message, in whole ticks."""
+        return self._silent * TICK_SECONDS
+
     def heard(self) -> None:
         """A message arrived."""
         self._silent = 0

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from trtmesh.chassis.addresses import host_of, parse_engine
 from trtmesh.chassis.errors import AlreadyExists, Draining, InvalidField, NotFound, WorkerLost
+from trtmesh.router.fleet.assignments import Held
 from trtmesh.router.fleet.discovery import addresses_of
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.link_local import check_dialled, refuse_link_local
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.links.local import LOCAL
-from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 
 POLL_SECONDS = 0.05
@@ -45,7 +45,7 @@ class Drained:
     """Whether other routers still place on the worker."""
 
     @classmethod
-    def of(cls, worker: Worker, runs: Sequence[SequenceRun], *, only_here: bool = False) -> Drained:
+    def of(cls, worker: Worker, runs: Sequence[Held], *, only_here: bool = False) -> Drained:
         moved = sum(run.address not in ("", worker.address) for run in runs)
         left = sum(_has(worker, run) or run.waits_for_worker for run in runs)
         return cls(worker, len(runs) - moved - left, moved, left, only_here)
@@ -56,12 +56,12 @@ class BegunDrain:
     """A worker that refuses new items, and the sequences that it had."""
 
     worker: Worker
-    runs: Sequence[SequenceRun]
+    runs: Sequence[Held]
     only_here: bool
     """Whether other routers still place on the worker."""
 
 
-def _has(worker: Worker, run: SequenceRun) -> bool:
+def _has(worker: Worker, run: Held) -> bool:
     return run.assignment is not None and run.address == worker.address
 
 

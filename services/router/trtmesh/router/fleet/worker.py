@@ -25,7 +25,14 @@ from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
-from trtmesh.router.fleet.assignments import UNACKNOWLEDGED_STEPS, Assignments, Steps
+from trtmesh.router.fleet.assignments import (
+    UNACKNOWLEDGED_STEPS,
+    Assignments,
+    Held,
+    Mover,
+    Steps,
+    StepWatcher,
+)
 from trtmesh.router.fleet.bridge import Bridge
 from trtmesh.router.fleet.deliveries import Deliveries
 from trtmesh.router.fleet.leases import Leases
@@ -56,7 +63,6 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Role, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
-from trtmesh.router.streams.sequence import Owner, SequenceRun
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as generation_pb
 
@@ -175,7 +181,7 @@ class Worker(Replica):
         return self.description.worker or self.address
 
     @property
-    def sequences(self) -> Mapping[int, SequenceRun]:
+    def sequences(self) -> Mapping[int, Held]:
         """Live sequences by handle."""
         return self._assignments.sequences
 
@@ -183,6 +189,15 @@ class Worker(Replica):
     def handles(self) -> int:
         """Handles in use, even by released sequences."""
         return len(self._assignments.sequences) + len(self._assignments.released)
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since its last message."""
+        return self._liveness.silent_seconds
+
+    def watch(self, watcher: StepWatcher) -> None:
+        """Tells `watcher` of each step from now on."""
+        self._steps.watcher = watcher
 
     @property
     def adapters(self) -> WorkerAdapters:
@@ -268,9 +283,7 @@ class Worker(Replica):
             **self.guard.figures(typical, most, token_bytes, now),
         )
 
-    def submit(
-        self, runs: Sequence[SequenceRun], command: pb.SubmitCommand, booking: Booking
-    ) -> None:
+    def submit(self, runs: Sequence[Held], command: pb.SubmitCommand, booking: Booking) -> None:
         """Starts sequences of an item under `booking` and fills in `command.handle`.
 
         Raises InvalidRequest for an item larger than a message, before the item breaks the stream for all others.
@@ -538,7 +551,7 @@ class Worker(Replica):
         known = load.HasField("received_items") and not self._liveness.unread
         return known and not any(counts) and not load.receiving_tokens
 
-    def _late(self, run: SequenceRun) -> TrtmeshError:
+    def _late(self, run: Held) -> TrtmeshError:
         """Why a late sequence leaves.
 
         The worker is at fault if the sequence had started, or if no sequence got tokens meanwhile. Otherwise other
@@ -577,14 +590,14 @@ class Worker(Replica):
             return 0
         leaving = 0
         for owner, runs in self._next_owners(most):
-            rest: Sequence[SequenceRun] = runs
+            rest: Sequence[Held] = runs
             if self._moving is None:
                 rest = owner.hand_over(runs, self.address, self._handing_over)
             left = error is not None and rest and owner.migrate(rest, self.address, error)
             leaving += len(runs) if left else len(runs) - len(rest)
         return leaving
 
-    def _next_owners(self, most: int) -> Sequence[tuple[Owner, list[SequenceRun]]]:
+    def _next_owners(self, most: int) -> Sequence[tuple[Mover, list[Held]]]:
         """Returns the next `most` items in turn, so an item without a taker holds up no other."""
         owners = [*self._assignments.by_owner().items()]
         if len(owners) <= most:

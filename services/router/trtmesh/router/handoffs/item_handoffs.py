@@ -107,6 +107,10 @@ class ItemHandoffs:
         """Whether the blocks for a fresh item are being reserved."""
         return any(not handoff.runs for handoff in self._live)
 
+    def holds(self, run: SequenceRun) -> bool:
+        """Whether a sequence has a handoff."""
+        return self._of(run) is not None
+
     def without_worker(self, runs: list[SequenceRun]) -> list[SequenceRun]:
         """Returns the sequences of `runs` without a handoff to a worker."""
         if not self._live:

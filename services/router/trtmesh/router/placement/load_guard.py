@@ -159,6 +159,8 @@ class Booking:
             self._waiting = False
             seconds = now - self._booked_at if self._idle_before else None
             self._guard._on_started(self, seconds)
+            if self._guard.on_first_token is not None:
+                self._guard.on_first_token(self.prompt_tokens, now - self._booked_at)
             if self.when_computed:
                 self._tell_computed()
 
@@ -228,6 +230,8 @@ class LoadGuard:
         self._loads: dict[AdapterKey, _Load] = {}
         self.rates = Rates()
         self.breaker = Breaker()
+        self.on_first_token: Callable[[int, float], None] | None = None
+        """Takes the tokens of each prompt, and the seconds from the dispatch to the first token."""
 
     def assign(self, handles: Iterable[int], booking: Booking, now: float) -> None:
         """Records the handles of a booking's sequences at their submit."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from trtmesh.chassis.errors import AdapterNotFound, Draining, HandoffFailed, NoWorker, TrtmeshError
@@ -28,6 +28,7 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.client_halves import state_of
 from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
 from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
+from trtmesh.router.hedging.race import Race
 from trtmesh.router.receipts import ItemReceipt
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.encoding import (
@@ -337,6 +338,10 @@ class ItemRun:
         return self._worker.name if self._worker is not None else ""
 
     @property
+    def caller(self) -> str:
+        return self._context.owner
+
+    @property
     def batch_index(self) -> int:
         return self._item.batch_index
 
@@ -559,6 +564,35 @@ class ItemRun:
             if self.migrate(runs, address, Draining(f"the worker at {address} is left: {cause}"))
         )
         return moved, sum(map(len, placed.values())) - moved
+
+    def hedge(self, race: Race, left_out: Mapping[str, str]) -> str:
+        """Starts the second copy of a race on a worker that is not left out; returns why it does not, or ''."""
+        run, output = race.run, self._item.config.output
+        if self._over or self._stop_asked or self._context.pace.paused:
+            return "the item ends, or waits for its client"
+        if run.is_beam or self._is_half:
+            return "beams and halves of items have no second copy"
+        if self._handoffs is not None and self._handoffs.holds(run):
+            return "its KV is on the way to another worker"
+        if not run.token_ids and (output.prompt_log_probs or output.context_logits):
+            return "data of its prompt comes from a single worker"
+        leg = self._placer.place_copy(self._encoded, run, left_out)
+        if leg is None:
+            return "no other worker has room, or its adapter"
+        try:
+            race.begin(leg, lambda at, copy: self._placer.submit_copy(at, self._encoded, copy))
+        except TrtmeshError as error:
+            return error.message
+        return ""
+
+    def switched(
+        self, run: SequenceRun, address: str, worker: Worker, lost: TrtmeshError | None
+    ) -> None:
+        """A sequence goes on at `worker` with its second copy: the one at `address` was `lost`, or is behind."""
+        self._events.moved(1, "hedged", lost)
+        self._note_worker(worker, [run], NO_LEASE)
+        if lost is not None and not self._placer.lost(address, lost, self.generated_tokens):
+            self.fail(too_many_losses(self._placer.attempts.fruitless, lost))
 
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         """Continues a lost sequence elsewhere, unless too many workers were lost with the item."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -18,10 +18,12 @@ from trtmesh.chassis.errors import (
     WorkerLost,
 )
 from trtmesh.chassis.tasks import until_first_ends
+from trtmesh.router.fleet.assignments import Held
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.fleet.worker_capabilities import Fingerprints
 from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
+from trtmesh.router.hedging.race import SecondCopy
 from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
 from trtmesh.router.placement.place import DecisionRecord
 from trtmesh.router.placement.snapshot import PREFILL_PHASE
@@ -236,6 +238,32 @@ class Placer:
         self._record(leg, "rebalance" if receiver else "handoff")
         return leg
 
+    def place_copy(
+        self, encoded: EncodedItem, run: SequenceRun, left_out: Mapping[str, str]
+    ) -> Leg | None:
+        """Books a worker with room for a second copy of a sequence; None without one."""
+        query = self._query(encoded, [run], self.attempts.failures)
+        query = query._replace(
+            # A copy is worth no delivery.
+            adapter=query.adapter and replace(query.adapter, deliverable=False),
+            exclude={**query.exclude, **left_out},
+            sequences=1,
+            item_sequences=1,
+            may_split=False,
+        )
+        leg = self._fleet.promise(query, encoded.blocks)
+        if leg is not None:
+            self._record(leg, "hedge")
+        return leg
+
+    def submit_copy(self, leg: Leg, encoded: EncodedItem, copy: SecondCopy) -> None:
+        """Submits a second copy of a sequence. Raises TrtmeshError, and releases the leg."""
+        try:
+            dispatch(leg, self._context, self._item, encoded, [copy])
+        except TrtmeshError:
+            leg.booking.release(asyncio.get_running_loop().time())
+            raise
+
     def has_place(
         self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, error: TrtmeshError
     ) -> bool:
@@ -432,7 +460,7 @@ class Placer:
         return exclude
 
 
-Submit = tuple[list[SequenceRun], engine_pb.SubmitCommand]
+Submit = tuple[list[Held], engine_pb.SubmitCommand]
 
 
 def dispatch(
@@ -440,7 +468,7 @@ def dispatch(
     context: RequestContext,
     item: ItemRequest,
     encoded: EncodedItem,
-    waiting: Sequence[SequenceRun],
+    waiting: Sequence[Held],
     lease: Lease = NO_LEASE,
 ) -> None:
     """Submits the sequences without a worker."""
@@ -490,7 +518,7 @@ def command_of(
 
 def _submits(
     item: ItemRequest,
-    runs: Sequence[SequenceRun],
+    runs: Sequence[Held],
     prompt: Sequence[int],
     whole: engine_pb.SubmitCommand,
 ) -> list[Submit]:
@@ -504,7 +532,7 @@ def _submits(
     return [([run], _resumed(run, prompt, whole)) for run in runs]
 
 
-def starts(item: ItemRequest, runs: Sequence[SequenceRun]) -> bool:
+def starts(item: ItemRequest, runs: Sequence[Held]) -> bool:
     """Whether a worker gets all sequences together, from their start."""
     if item.config.beam_search.beam_width > 1:
         return True
@@ -515,7 +543,7 @@ def starts(item: ItemRequest, runs: Sequence[SequenceRun]) -> bool:
 
 
 def _resumed(
-    run: SequenceRun, prompt: Sequence[int], whole: engine_pb.SubmitCommand
+    run: Held, prompt: Sequence[int], whole: engine_pb.SubmitCommand
 ) -> engine_pb.SubmitCommand:
     command = engine_pb.SubmitCommand()
     command.CopyFrom(whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.live_handoff import LiveHandoff
 from trtmesh.router.handoffs.table import GivenKv
+from trtmesh.router.hedging.hedger import Hedger
+from trtmesh.router.hedging.race import HedgeRecord
 from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.placement import AdapterNeed
 from trtmesh.router.placement.place import (
@@ -213,6 +216,41 @@ def describe_decision(record: DecisionRecord) -> pb.Placement:
         regret_tokens=decision.regret_tokens,
         **_describe_split(decision),
         **_describe_adapter(decision.query.adapter),
+    )
+
+
+def describe_hedge(record: HedgeRecord) -> pb.Hedge:
+    """A second copy of a late sequence, or why there was none."""
+    return pb.Hedge(
+        batch_index=record.batch_index,
+        sequence_index=record.sequence_index,
+        token_offset=record.token_offset,
+        cause=record.cause.value,
+        worker=record.worker,
+        second_worker=record.second,
+        outcome=record.outcome,
+        detail=record.detail,
+        wasted_tokens=record.wasted_tokens,
+        saved_seconds=record.saved_seconds,
+        differs=record.differs,
+    )
+
+
+def describe_hedging(hedger: Hedger) -> pb.HedgeTotals | None:
+    """What second copies cost and saved; None without any."""
+    if not hedger.enabled:
+        return None
+    metrics = hedger.metrics
+    outcomes: Counter[str] = Counter()
+    for (_, outcome), count in metrics.hedges.items():
+        outcomes[outcome] += count
+    return pb.HedgeTotals(
+        started=outcomes["started"],
+        won=outcomes["won"],
+        refused=metrics.hedges_refused.total(),
+        wasted_tokens=metrics.hedge_wasted_tokens,
+        saved_seconds=metrics.hedge_saved_seconds,
+        differences=metrics.hedge_differences,
     )
 
 

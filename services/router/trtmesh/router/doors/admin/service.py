@@ -25,6 +25,8 @@ from trtmesh.router.doors.admin.descriptions import (
     describe_decision,
     describe_each,
     describe_handoffs,
+    describe_hedge,
+    describe_hedging,
     describe_requests,
     describe_tokenizer,
     describe_worker,
@@ -34,6 +36,7 @@ from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import check_pins
 from trtmesh.router.handoffs.table import HandoffTable
+from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -58,6 +61,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         members: Membership,
         tokenizers: TokenizerPool,
         requests: Requests,
+        hedger: Hedger,
     ) -> None:
         self._fleet = fleet
         self._handoffs = handoffs
@@ -65,6 +69,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self._members = members
         self._tokenizers = tokenizers
         self._requests = requests
+        self._hedger = hedger
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: RpcContext
@@ -76,6 +81,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 policy=self._fleet.policy,
                 live_requests=len(self._requests.live),
                 draining=self._requests.draining,
+                hedging=describe_hedging(self._hedger),
             )
 
     async def ListRequests(
@@ -143,6 +149,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 placements=map(describe_decision, records),
                 usages=[item.usage() for item in items],
                 usage_batch_indexes=[item.batch_index for item in items],
+                hedges=map(describe_hedge, self._hedger.of_request(wanted, owner)),
             )
 
     def _only_live(self, request_id: str, owner: str) -> LiveRequest | None:

@@ -1,0 +1,370 @@
+"""Looks for late sequences, and starts a second copy of each within the budget."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.tasks import next_tick
+from trtmesh.router.fleet.assignments import Held
+from trtmesh.router.fleet.fleet import Fleet
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.hedging.lateness import (
+    LEAST_STEP_MARGIN,
+    Budget,
+    Cause,
+    Obstacle,
+    Peer,
+    Seen,
+    StepPace,
+    copy_price,
+    first_margin,
+    is_slow,
+    least,
+    obstacles,
+    step_margin,
+)
+from trtmesh.router.hedging.race import HedgeRecord, Race, RacingItem
+from trtmesh.router.hedging.settings import HedgeSettings
+from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.placement import Capability, WorkerSnapshot
+from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.v1 import generation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.02
+LEARN_SECONDS = 0.25
+"""Between two looks at what was seen: a percentile costs more than a tick."""
+MOST_STARTS = 32
+"""Most copies started in a tick, each for the price of a placement, and as many refused."""
+MOST_LEAVING = 4
+"""Most sequences that leave a slow worker in a tick."""
+LEAVING_TOKENS = 64
+"""Tokens between two races of a sequence that is to leave slow workers."""
+MOST_RECORDS = 4096
+MISSED_LOADS, LEAST_SILENCE_SECONDS = 3, 0.2
+"""Missing load reports after which a worker is late, whatever it does, and the shortest such silence."""
+
+
+@runtime_checkable
+class HedgedItem(RacingItem, Protocol):
+    """The item of a sequence, as hedging sees it; repetitions of the canary are none."""
+
+    caller: str
+    batch_index: int
+    prompt_tokens: int
+
+    def hedge(self, race: Race, left_out: Mapping[str, str]) -> str:
+        """Starts the second copy of a race on a worker that is not left out; returns why it does not, or ''."""
+
+
+@dataclass(slots=True)
+class Rhythm:
+    """The steps of a worker."""
+
+    gaps: Seen = field(default_factory=Seen)
+    pace: StepPace = field(default_factory=StepPace)
+    last_step: float = 0.0
+    running: int = 0
+    """Sequences with a token and without an end, after the last step."""
+
+    def on_step(self, now: float, running: int) -> None:
+        if self.running:
+            self.gaps.add(now - self.last_step)
+        self.last_step, self.running = now, running
+
+    def learn(self) -> None:
+        self.pace = StepPace(self.gaps.usual(), self.gaps.quantile(0.99))
+
+
+@dataclass(slots=True)
+class _Late:
+    run: SequenceRun
+    item: HedgedItem
+    cause: Cause
+    margin: float
+
+
+class Hedger:
+    """Hedging as a background task of the router, and the account of its races."""
+
+    def __init__(self, settings: HedgeSettings, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self.enabled = settings.enabled
+        self.metrics = metrics
+        self._fleet = fleet
+        self._budget = Budget(settings.token_share)
+        self._rhythms: dict[Worker, Rhythm] = {}
+        self._waits: dict[str, Seen] = {}
+        """Seconds beyond the prediction until first tokens, by model."""
+        self._first_margins: dict[str, float | None] = {}
+        self._snapshots: Mapping[str, WorkerSnapshot] = {}
+        self._learn_at = 0.0
+        self._delivered = 0
+        self._records: deque[HedgeRecord] = deque(maxlen=MOST_RECORDS)
+        self._refused: dict[SequenceRun, Obstacle] = {}
+        """Late sequences that got no copy in the last tick."""
+        self._raced: dict[SequenceRun, int] = {}
+        """Tokens of sequences at the start of their last race."""
+
+    async def run(self) -> None:
+        """Looks again and again, but not after a pause of this process: steps of all workers wait to be read then."""
+        loop = asyncio.get_running_loop()
+        while True:
+            expected = loop.time() + TICK_SECONDS
+            await next_tick(TICK_SECONDS)
+            if (now := loop.time()) - expected < TICK_SECONDS:
+                self.look(now)
+
+    def of_request(self, request_id: str, owner: str) -> list[HedgeRecord]:
+        """What became of the late sequences of a request, in order; empty once forgotten."""
+        return [
+            each for each in self._records if (each.request_id, each.owner) == (request_id, owner)
+        ]
+
+    def look(self, now: float) -> None:
+        """Starts copies of what is late now."""
+        self._earn()
+        if now >= self._learn_at:
+            self._learn_at = now + LEARN_SECONDS
+            self._learn()
+        before, self._refused = self._refused, {}
+        left = MOST_STARTS
+        for worker, rhythm in self._rhythms.items():
+            peers: Sequence[Peer] | None = None
+            for late in self._late_at(worker, rhythm, now):
+                if self._raced_lately(late):
+                    continue
+                if not left:
+                    return
+                left -= 1
+                peers = self._peers(worker, now) if peers is None else peers
+                if obstacle := self._start(worker, peers, late):
+                    self._refuse(worker, late, *obstacle, known=before.get(late.run))
+
+    def _earn(self) -> None:
+        delivered = sum(model.tokens_out for model in self.metrics.models.values())
+        self._budget.earn(delivered - self._delivered)
+        self._delivered = delivered
+
+    def _learn(self) -> None:
+        workers = self._fleet.workers.values()
+        for gone in self._rhythms.keys() - set(workers):
+            del self._rhythms[gone]
+        for worker in workers:
+            if worker not in self._rhythms:
+                rhythm = self._rhythms[worker] = Rhythm()
+                worker.watch(rhythm)
+                worker.guard.on_first_token = partial(self._on_first_token, worker)
+            self._rhythms[worker].learn()
+        models = self._fleet.models()
+        self._waits = {model: self._waits.get(model, Seen()) for model in models}
+        self._first_margins = {model: first_margin(seen) for model, seen in self._waits.items()}
+        self._snapshots = {each.address: each for each in self._fleet.snapshot()}
+        self._raced = {run: tokens for run, tokens in self._raced.items() if not run.over}
+
+    def _on_first_token(self, worker: Worker, prompt_tokens: int, seconds: float) -> None:
+        if (waits := self._waits.get(worker.description.model)) is not None:
+            waits.add(seconds - self._predicted(worker, prompt_tokens))
+
+    def _predicted(self, worker: Worker, prompt_tokens: int) -> float:
+        """Seconds until the first token of a prompt that does not wait."""
+        known = self._snapshots.get(worker.address)
+        return prompt_tokens * known.prefill_seconds + known.step_seconds if known else 0.0
+
+    def _late_at(self, worker: Worker, rhythm: Rhythm, now: float) -> Iterator[_Late]:
+        """The late sequences of a worker. Looks at single ones only where some are late: there may be thousands."""
+        if not worker.ready or not worker.sequences:
+            rhythm.running = 0
+            return
+        if _is_silent(worker):
+            yield from self._stalled(worker, 0.0, now)
+            return
+        paces = self._paces(worker)
+        margin = step_margin(rhythm.pace, paces)
+        if margin is not None and rhythm.running and now - rhythm.last_step > margin:
+            yield from self._stalled(worker, margin, now)
+        elif margin is not None and is_slow(rhythm.pace, paces):
+            yield from self._leaving(worker, margin)
+        yield from self._unbegun(worker, now)
+
+    def _paces(self, worker: Worker) -> list[StepPace]:
+        """Of the other workers of its model."""
+        model = worker.description.model
+        return [
+            rhythm.pace
+            for other, rhythm in self._rhythms.items()
+            if other is not worker and other.description.model == model
+        ]
+
+    def _stalled(self, worker: Worker, margin: float, now: float) -> Iterator[_Late]:
+        """Sequences whose next token, or any if there is no margin, did not come within it."""
+        for run in [*worker.sequences.values()]:
+            since = run.times.last_token
+            began = since > run.times.assigned or not margin
+            if began and now - since > margin:
+                yield from _late(run, Cause.STALL, margin or LEAST_STEP_MARGIN)
+
+    def _leaving(self, worker: Worker, margin: float) -> Iterator[_Late]:
+        left = MOST_LEAVING
+        for run in [*worker.sequences.values()]:
+            if run.times.last_token > run.times.assigned:
+                yield from _late(run, Cause.SLOW, margin)
+                if not (left := left - 1):
+                    return
+
+    def _unbegun(self, worker: Worker, now: float) -> Iterator[_Late]:
+        """Sequences without a token from this worker, the longest there first."""
+        margin = self._first_margins.get(worker.description.model)
+        if margin is None:
+            return
+        for handle, booking in [*worker.guard.awaiting.items()]:
+            run = worker.sequences.get(handle)
+            if run is None:
+                continue
+            waited = now - run.times.assigned
+            if waited <= margin:
+                return
+            late = waited > margin + self._predicted(worker, booking.prompt_tokens)
+            if late:
+                yield from _late(run, Cause.FIRST_TOKEN, margin)
+
+    def _peers(self, worker: Worker, now: float) -> list[Peer]:
+        """The worker first, then all others."""
+        self._snapshots = {each.address: each for each in self._fleet.snapshot()}
+        others = [each for each in self._rhythms if each is not worker]
+        return [self._peer(each, now) for each in (worker, *others)]
+
+    def _peer(self, worker: Worker, now: float) -> Peer:
+        load, engine = worker.load, worker.description
+        known, rhythm = self._snapshots.get(worker.address), self._rhythms[worker]
+        margin = step_margin(rhythm.pace, self._paces(worker))
+        is_late = bool(rhythm.running and margin and now - rhythm.last_step > margin)
+        return Peer(
+            address=worker.address,
+            kind=_kind(worker),
+            is_exact=_is_exact(worker),
+            is_ready=worker.ready and not worker.mismatch,
+            is_late=is_late or _is_silent(worker),
+            sequences=known.sequences if known else 0,
+            most_running=engine.max_batch_size,
+            waiting=load.waiting_sequences,
+            wait_seconds=known.wait_seconds if known else 0.0,
+            used_share=load.used_blocks / load.total_blocks if load.total_blocks else 0.0,
+        )
+
+    def _raced_lately(self, late: _Late) -> bool:
+        """Whether the sequence had a copy at this token, or left a slow worker a moment ago."""
+        rest = LEAVING_TOKENS if late.cause is Cause.SLOW else 1
+        return len(late.run.token_ids) < self._raced.get(late.run, -rest) + rest
+
+    def _start(
+        self, worker: Worker, peers: Sequence[Peer], late: _Late
+    ) -> tuple[Obstacle, str] | None:
+        """Starts a copy; why not, if it does not."""
+        found = obstacles(peers[0], peers)
+        if len(found) == len(peers):
+            return least(each for address, each in found.items() if address != worker.address), ""
+        run, item = late.run, late.item
+        price = self._price(worker, item.prompt_tokens + len(run.token_ids))
+        if not self._budget.allows(price):
+            return Obstacle.BUDGET, ""
+        record = self._record(worker, late)
+        race = Race(run, item, record, self, late.margin)
+        if refusal := item.hedge(race, {address: each.text for address, each in found.items()}):
+            return Obstacle.ITEM, refusal
+        self._budget.spend(price)
+        self._records.append(record)
+        self._raced[run] = record.token_offset
+        self.metrics.hedges[late.cause.value, "started"] += 1
+        self.metrics.hedge_copied_tokens += item.prompt_tokens + record.token_offset
+        return None
+
+    def _price(self, worker: Worker, tokens: int) -> float:
+        known = self._snapshots.get(worker.address)
+        if known is None:
+            return float(tokens)
+        running = known.decoding_sequences
+        return copy_price(tokens, known.prefill_seconds, known.step_seconds, running)
+
+    def _record(self, worker: Worker, late: _Late) -> HedgeRecord:
+        run, item = late.run, late.item
+        return HedgeRecord(
+            item.caller,
+            run.request_id,
+            item.batch_index,
+            run.sequence_index,
+            len(run.token_ids),
+            late.cause,
+            worker.name,
+        )
+
+    def _refuse(
+        self,
+        worker: Worker,
+        late: _Late,
+        obstacle: Obstacle,
+        detail: str,
+        known: Obstacle | None,
+    ) -> None:
+        """Counts a refusal once, as long as a sequence is late for the same reason."""
+        self._refused[late.run] = obstacle
+        if known is not obstacle:
+            self.metrics.hedges_refused[obstacle.value] += 1
+            record = self._record(worker, late)
+            record.outcome, record.detail = "refused", detail or obstacle.text
+            self._records.append(record)
+
+    # The account of races.
+
+    def on_outcome(self, record: HedgeRecord) -> None:
+        self.metrics.hedges[record.cause.value, record.outcome] += 1
+
+    def on_wasted(self, tokens: int) -> None:
+        self.metrics.hedge_wasted_tokens += tokens
+        self._budget.spend(tokens)
+
+    def on_saved(self, seconds: float) -> None:
+        self.metrics.hedge_saved_seconds += seconds
+
+    def on_difference(self, record: HedgeRecord, offset: int, tokens: tuple[int, int]) -> None:
+        self.metrics.hedge_differences += 1
+        with request_id_bound(record.request_id):
+            log.error(
+                "the workers %s and %s have other tokens at %d of sequence %d of item %d: %d and %d; one of them"
+                " computes wrongly, or with other settings",
+                *(record.worker, record.second, offset),
+                *(record.sequence_index, record.batch_index, *tokens),
+            )
+
+
+def _late(held: Held, cause: Cause, margin: float) -> Iterator[_Late]:
+    """The sequence, unless it is a copy already."""
+    if isinstance(held, SequenceRun) and isinstance(held.owner, HedgedItem):
+        yield _Late(held, held.owner, cause, margin)
+
+
+def _is_silent(worker: Worker) -> bool:
+    """Whether load reports are missing, which come at a steady pace even from an idle worker."""
+    most = max(LEAST_SILENCE_SECONDS, MISSED_LOADS * worker.description.load_interval_ms / 1000)
+    return worker.silent_seconds > most
+
+
+def _is_exact(worker: Worker) -> bool:
+    """Whether equal requests have equal tokens there: to the bit, or in float32 but where two candidates nearly tie."""
+    if Capability.EXACT_RESUMPTION in worker.capabilities.optional:
+        return True
+    engine = worker.description
+    return engine.backend == "torch" and engine.data_type == pb.DATA_TYPE_FP32
+
+
+def _kind(worker: Worker) -> tuple[str, ...]:
+    identity, engine = worker.capabilities.identity, worker.description
+    fingerprints = identity.model_fingerprint, identity.tokenizer_fingerprint
+    return (engine.model, *fingerprints, engine.backend, str(engine.data_type))

@@ -1,0 +1,405 @@
+"""Two copies of a sequence on two workers, until one is ahead; the other is stopped, and compared where both computed.
+
+Streams are functions of their request, so the client sees one stream whichever copy delivers. While a race lasts, the
+first copy stands in the place of the sequence at its worker and passes everything on to it, the second keeps what it
+computes, and the race holds the sequence in the place of the worker: so whoever ends, moves or stops the sequence ends
+the race, and nothing else knows of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.fleet.assignments import Handle
+from trtmesh.router.fleet.plan import Leg
+from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.hedging.lateness import Cause
+from trtmesh.router.links.contract import ContractBroken
+from trtmesh.router.metrics import ModelMetrics, RouterMetrics
+from trtmesh.router.streams.sequence import (
+    COMPLETE,
+    Charge,
+    End,
+    SequenceRun,
+    SequenceTimes,
+)
+from trtmesh.v1 import engine_pb2 as worker_pb
+from trtmesh.v1 import generation_pb2 as pb
+
+PUNCTUAL_STEPS = {Cause.STALL: 2, Cause.FIRST_TOKEN: 1, Cause.SLOW: 16}
+"""Steps in time after which the first copy has won: a stalled worker recovered, a slow one was not so slow."""
+
+
+@dataclass(slots=True)
+class HedgeRecord:
+    """What became of a race, or why there was none; for `trtmesh explain`."""
+
+    owner: str
+    request_id: str
+    batch_index: int
+    sequence_index: int
+    token_offset: int
+    cause: Cause
+    worker: str
+    second: str = ""
+    outcome: str = "running"
+    """running, won by the second copy, lost by it, ended with the sequence, or refused."""
+    detail: str = ""
+    wasted_tokens: int = 0
+    saved_seconds: float = 0.0
+    differs: bool = False
+
+
+class Ledger(Protocol):
+    """Who counts what races cost and save."""
+
+    metrics: RouterMetrics
+
+    def on_outcome(self, record: HedgeRecord) -> None:
+        """The race ended."""
+
+    def on_wasted(self, tokens: int) -> None:
+        """Tokens came that the other copy has, or will have."""
+
+    def on_saved(self, seconds: float) -> None:
+        """A client would have waited so long for the first copy."""
+
+    def on_difference(self, record: HedgeRecord, offset: int, tokens: tuple[int, int]) -> None:
+        """The copies have other tokens at an offset: a worker computes wrongly, or is said to be exact and is not."""
+
+
+class RacingItem(Protocol):
+    """The item of a sequence, as its race sees it."""
+
+    def switched(
+        self, run: SequenceRun, address: str, worker: Worker, lost: TrtmeshError | None
+    ) -> None:
+        """The sequence goes on at `worker`; the one at `address` was `lost`, or only behind."""
+
+
+class CopyTimes(SequenceTimes):
+    """Times of a copy, whose tokens count only once they are delivered."""
+
+    def on_tokens(self, _count: int, now: float, _metrics: ModelMetrics) -> None:
+        self.last_token = now
+
+
+@dataclass(slots=True)
+class _Chunk:
+    offset: int
+    token_ids: list[int]
+    details: pb.TokenDetails | None
+
+
+class Race:
+    """A race; the assignment of its sequence, and the owner of both copies."""
+
+    def __init__(
+        self, run: SequenceRun, item: RacingItem, record: HedgeRecord, ledger: Ledger, margin: float
+    ) -> None:
+        """A step of the first worker within `margin` seconds of the one before is in time."""
+        assert isinstance(run.assignment, Handle)
+        self.run = run
+        self.record = record
+        self._ledger = ledger
+        self._item = item
+        self._margin = margin
+        self._punctual = 0
+        self.first = run.assignment
+        self.second: Handle | None = None
+        self._worker: Worker | None = None
+        self.over = False
+
+    def begin(self, leg: Leg, submit: Callable[[Leg, SecondCopy], None]) -> None:
+        """Starts the second copy on the worker of a leg. Raises TrtmeshError, and nothing is begun."""
+        rival = SecondCopy(self, self.run)
+        submit(leg, rival)
+        self._worker, self.second = leg.worker, rival.handle
+        self.record.second = leg.worker.name
+        self.first.substitute(FirstCopy(self, self.run))
+        self.run.assignment = self
+
+    # The assignment of the sequence: what the router does to it ends the race.
+
+    @property
+    def address(self) -> str:
+        return self.first.address
+
+    def stop(self, reason: pb.FinishReason.ValueType) -> None:
+        self.drop("ended")
+        self.first.stop(reason)
+
+    def release(self, error: TrtmeshError | None) -> None:
+        self.drop("ended")
+        self.first.release(error)
+
+    def hand_over(self, lease_id: str, seconds: float) -> None:
+        self.drop("ended")
+        self.first.hand_over(lease_id, seconds)
+
+    # From the workers.
+
+    def leave(self, address: str, error: TrtmeshError) -> None:
+        """Leaves a suspect or draining worker: the other copy goes on."""
+        if address == self.first.address:
+            self._switch(None)
+        else:
+            self.drop("lost", error.message)
+
+    def first_advanced(self, seconds: float) -> None:
+        """The first worker delivered `seconds` after its last token."""
+        self._punctual += self.record.cause is not Cause.STALL or seconds <= self._margin
+        if not self.over and self._punctual >= PUNCTUAL_STEPS[self.record.cause]:
+            self.drop("lost", "the first worker recovered")
+
+    def first_ended(self, end: End) -> None:
+        if end.error is not None and end.error.row.movable:
+            self.first_lost(end.error)
+        else:
+            self.drop("ended")
+            self.run.on_end(end)
+
+    def first_lost(self, error: TrtmeshError) -> None:
+        """The second copy goes on alone."""
+        self._switch(error)
+
+    def second_ahead(self, chunks: Sequence[_Chunk]) -> None:
+        """Delivers what the second copy has, and stops the first."""
+        run, now = self.run, asyncio.get_running_loop().time()
+        before = len(run.token_ids)
+        self._switch(None)
+        for chunk in chunks:
+            run.on_tokens(chunk.offset, chunk.token_ids, chunk.details)
+        if fresh := len(run.token_ids) - before:
+            run.times.on_tokens(fresh, now, self._ledger.metrics.of(run.model))
+        if run.charge is not None:
+            run.charge.up_to(len(run.token_ids), now)
+
+    def drop(self, outcome: str, detail: str = "") -> None:
+        """The first copy goes on alone, or the sequence ends."""
+        if self.over:
+            return
+        assert self.second
+        self.first.substitute(self.run)
+        self.run.assignment = self.first
+        self.second.lose(LosingCopy(self))
+        self._end(outcome, detail)
+
+    def _switch(self, lost: TrtmeshError | None) -> None:
+        """The sequence goes on at the second worker."""
+        assert self.second
+        assert self._worker
+        self.first.lose(LosingCopy(self, _saves=True))
+        self.second.substitute(self.run)
+        self.run.assign(self.second)
+        self._end("won")
+        self._item.switched(self.run, self.first.address, self._worker, lost)
+
+    def _end(self, outcome: str, detail: str = "") -> None:
+        self.over = True
+        self.record.outcome, self.record.detail = outcome, detail
+        self._ledger.on_outcome(self.record)
+
+    def wasted(self, tokens: int) -> None:
+        """Counts tokens that both copies computed."""
+        if tokens > 0:
+            self.record.wasted_tokens += tokens
+            self._ledger.on_wasted(tokens)
+
+    def gone(self, since: float) -> None:
+        """The first worker gave its first sign since the second copy won, or is lost: until then the client would have
+        waited."""
+        seconds = asyncio.get_running_loop().time() - since
+        self.record.saved_seconds = seconds
+        self._ledger.on_saved(seconds)
+
+    def same(self, offset: int, token_ids: Sequence[int]) -> bool:
+        """Compares tokens of a copy with those that the sequence has."""
+        known = self.run.token_ids[offset : offset + len(token_ids)]
+        if known == token_ids[: len(known)]:
+            return True
+        if not self.record.differs:
+            self.record.differs = True
+            pairs = enumerate(zip(known, token_ids, strict=False), offset)
+            place, tokens = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+            self._ledger.on_difference(self.record, place, tokens)
+        return False
+
+
+class CopyOwner:
+    """What a worker wants of a copy."""
+
+    def __init__(self, race: Race) -> None:
+        self._race = race
+
+    def migrate(self, _runs: Sequence[object], address: str, error: TrtmeshError) -> bool:
+        """Leaves a suspect or draining worker."""
+        self._race.leave(address, error)
+        return True
+
+    def hand_over(self, runs: Sequence[object], _address: str, _cause: str) -> Sequence[object]:
+        """Returns all copies: a race is short, and its KV does not move."""
+        return runs
+
+
+class Copy:
+    """What both copies have of their sequence."""
+
+    def __init__(self, race: Race, run: SequenceRun) -> None:
+        self._race = race
+        self._run = run
+        self.owner = CopyOwner(race)
+        self.model, self.request_id = run.model, run.request_id
+        self.sequence_index, self.most_tokens = run.sequence_index, run.most_tokens
+
+    @property
+    def address(self) -> str:
+        return self._run.address
+
+    @property
+    def waits_for_worker(self) -> bool:
+        return self._run.waits_for_worker
+
+
+class FirstCopy(Copy):
+    """The sequence at its first worker."""
+
+    def __init__(self, race: Race, run: SequenceRun) -> None:
+        super().__init__(race, run)
+        self.times = run.times
+        self.charge = run.charge
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._run.token_ids
+
+    @property
+    def assignment(self) -> object | None:
+        return self._run.assignment
+
+    def assign(self, assignment: Handle) -> None:
+        raise AssertionError("it has its worker")
+
+    def on_tokens(
+        self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None
+    ) -> None:
+        seconds = asyncio.get_running_loop().time() - max(
+            self.times.last_token, self.times.assigned
+        )
+        self._run.on_tokens(token_offset, token_ids, details)
+        self._race.first_advanced(seconds)
+
+    def on_prompt(self, details: pb.PromptDetails) -> None:
+        self._run.on_prompt(details)
+
+    def on_start(self, metrics: pb.PerfMetrics) -> None:
+        self._run.on_start(metrics)
+
+    def check_end(self, end: worker_pb.SequenceEnd) -> None:
+        self._run.check_end(end)
+
+    def on_end(self, end: End) -> None:
+        self._race.first_ended(end)
+
+    def on_worker_lost(self, error: TrtmeshError) -> None:
+        self._race.first_lost(error)
+
+
+class SecondCopy(Copy):
+    """The copy at the second worker, from the tokens that the sequence had at the start of the race."""
+
+    charge: Charge | None = None
+
+    def __init__(self, race: Race, run: SequenceRun) -> None:
+        super().__init__(race, run)
+        self.token_ids = [*run.token_ids]
+        self.times = CopyTimes(run.times.arrival)
+        self.assignment: Handle | None = None
+        self._chunks: list[_Chunk] = []
+        self._start: pb.PerfMetrics | None = None
+
+    @property
+    def handle(self) -> Handle:
+        assert self.assignment
+        return self.assignment
+
+    def assign(self, assignment: Handle) -> None:
+        self.assignment = assignment
+        self.times.on_assigned()
+
+    def on_tokens(
+        self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None
+    ) -> None:
+        """Keeps tokens, and delivers them once they are ahead. Raises ContractBroken."""
+        known = len(self.token_ids) - token_offset
+        if known or token_offset + len(token_ids) > self.most_tokens:
+            raise ContractBroken(
+                f"it sent {len(token_ids)} tokens from {token_offset} of a copy of request {self.request_id!r}, where"
+                f" {len(self.token_ids)} was next and {self.most_tokens} are the most"
+            )
+        self.token_ids += token_ids
+        self._chunks.append(_Chunk(token_offset, token_ids, details))
+        race = self._race
+        race.wasted(min(len(race.run.token_ids) - token_offset, len(token_ids)))
+        if not race.same(token_offset, token_ids):
+            race.drop("lost", "the copies have other tokens")
+        elif len(self.token_ids) > len(race.run.token_ids):
+            self._lead()
+
+    def _lead(self) -> None:
+        if self._start is not None:
+            self._run.on_start(self._start)
+        self._race.second_ahead(self._chunks)
+
+    def on_prompt(self, details: pb.PromptDetails) -> None:
+        """Nothing: the first worker reported it, or the item has no second copy."""
+
+    def on_start(self, metrics: pb.PerfMetrics) -> None:
+        self._start = metrics
+
+    def check_end(self, end: worker_pb.SequenceEnd) -> None:
+        """Raises ContractBroken for a complete copy of which not all tokens came."""
+        if end.reason in COMPLETE and end.generated_tokens != len(self.token_ids):
+            raise ContractBroken(
+                f"it ended a copy of request {self.request_id!r} after {end.generated_tokens} tokens, of which"
+                f" {len(self.token_ids)} came"
+            )
+
+    def on_end(self, end: End) -> None:
+        """A copy that ends where the sequence is complete brings its end."""
+        race = self._race
+        if end.error is not None or end.reason not in COMPLETE:
+            race.drop("lost", end.error.message if end.error is not None else "its worker ended it")
+        elif len(self.token_ids) < len(race.run.token_ids):
+            race.drop("lost", "it ended where the sequence went on")
+        else:
+            self._lead()
+            self._run.on_end(end)
+
+    def on_worker_lost(self, error: TrtmeshError) -> None:
+        self._race.drop("lost", error.message)
+
+
+@dataclass(slots=True)
+class LosingCopy:
+    """A copy that was stopped, until its worker reports the end: what still comes is compared."""
+
+    _race: Race
+    _saves: bool = False
+    """Whether it is that of the first worker, and gave no sign yet."""
+    _since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+    def on_tokens(self, token_offset: int, token_ids: list[int]) -> None:
+        self.on_gone()
+        self._race.wasted(len(token_ids))
+        self._race.same(token_offset, token_ids)
+
+    def on_gone(self) -> None:
+        """The worker reported the end, or is lost."""
+        if self._saves:
+            self._saves = False
+            self._race.gone(self._since)

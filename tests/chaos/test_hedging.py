@@ -1,0 +1,164 @@
+"""Late sequences go on at two workers: clients see equal streams, whatever happens to the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from chaos.fragile import contents
+from e2e.mesh import INSIDE, SIMULATED, WIDE_TOKENS, Mesh, StreamReader, running_mesh, scrape
+from processes import ServiceProcess
+from trtmesh.client import ItemResult
+
+HEDGED = (
+    *("--hedge-enabled", "true", "--placement-policy", "round_robin"),
+    # All other moves take far longer than a hedge, even on a busy machine.
+    *("--deadlines-silence-seconds", "60", "--deadlines-step-gap-seconds", "60"),
+)
+ENGINE = (*SIMULATED, *WIDE_TOKENS)
+PROMPTS = [f"item {number} of a hedged request" for number in range(6)]
+TOKENS = 300
+GREEDY: Mapping[str, Any] = {}
+SAMPLED: Mapping[str, Any] = {"temperature": 0.9, "seed": 11}
+
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "several sequences": {**SAMPLED, "num_return_sequences": 2},
+    "stop texts": {**SAMPLED, "stop_texts": ["a text that never comes"]},
+    "whole": {**SAMPLED, "stream": False},
+    "ids alone": {**GREEDY, "text": False},
+}
+
+
+@dataclass
+class Hedged:
+    """A mesh that hedges, by the names of its workers."""
+
+    mesh: Mesh
+    engines: dict[str, ServiceProcess]
+
+    def worker_of(self, reader: StreamReader) -> str:
+        started = reader.items[0].started
+        assert started
+        return started.worker
+
+    async def counts(self, name: str, **labels: str) -> float:
+        samples = await scrape(self.mesh.router, **labels)
+        return samples.get(f"trtmesh_router_{name}_total", 0.0)
+
+    async def warm(self) -> None:
+        """Has the router learn the pace of its workers."""
+        await self.mesh.client.complete(PROMPTS * 2, max_tokens=80, ignore_end_id=True)
+
+    async def nothing_left(self) -> None:
+        await self.mesh.idle()
+        assert await self.counts("hedge_differences") == 0
+
+
+@asynccontextmanager
+async def hedged(
+    count: int, *router_flags: str, flags: Sequence[Sequence[str]] = ()
+) -> AsyncIterator[Hedged]:
+    """Engines, one of them with each of `flags`, and their router with a tokenizer inside."""
+    names = [f"engine-{number}" for number in range(count)]
+    own = [*flags, *[()] * (count - len(flags))]
+
+    async def start(mesh: Mesh) -> None:
+        starts = (
+            mesh.start_engine(*ENGINE, "--worker", name, *more)
+            for name, more in zip(names, own, strict=True)
+        )
+        mesh.engines[:] = await asyncio.gather(*starts)
+        await mesh.start_router(*HEDGED, *router_flags, env=INSIDE)
+        await mesh.ready(workers=count, tokenizers=1)
+
+    async with running_mesh(start=start) as mesh:
+        found = Hedged(mesh, dict(zip(names, mesh.engines, strict=True)))
+        await found.warm()
+        yield found
+
+
+async def freeze(engine: ServiceProcess) -> None:
+    engine.signal(signal.SIGSTOP)
+
+
+async def kill(engine: ServiceProcess) -> None:
+    engine.signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_frozen_worker_is_not_noticed(kind: str) -> None:
+    """Until it thaws, all its sequences go on at the other worker, and what it computed is equal."""
+    options = {**KINDS[kind], "max_tokens": TOKENS, "ignore_end_id": True}
+    async with hedged(2) as scene:
+        expected = contents(await scene.mesh.client.complete(PROMPTS, **options))
+        reader = scene.mesh.open(PROMPTS, **options)
+        await reader.until(lambda r: all(item.started for item in r.items))
+        frozen = scene.engines[scene.worker_of(reader)]
+        await freeze(frozen)
+        items = await reader.result()
+        print(f"worst gap of {kind}: {reader.worst_gap_seconds() * 1000:.0f} ms")
+        frozen.signal(signal.SIGCONT)
+        assert contents(items) == expected
+        assert await scene.counts("hedges", outcome="won") > 0
+        await scene.nothing_left()
+
+
+@pytest.mark.parametrize("fault", [freeze, kill])
+async def test_second_worker_fails_as_well(
+    fault: Callable[[ServiceProcess], Awaitable[None]],
+) -> None:
+    """The third worker goes on."""
+    options = {**SAMPLED, "max_tokens": TOKENS, "ignore_end_id": True}
+    async with hedged(3) as scene:
+        expected = contents(await scene.mesh.client.complete(PROMPTS, **options))
+        reader = scene.mesh.open(PROMPTS, **options)
+        await reader.until(lambda r: all(r.tokens(index) > 20 for index in range(len(PROMPTS))))
+        first, second, _ = scene.engines.values()
+        await freeze(first)
+        await scene.mesh.counted("hedges", 1)
+        await fault(second)
+        assert contents(await reader.result()) == expected
+        for engine in (first, second):
+            engine.signal(signal.SIGCONT)
+        await scene.nothing_left()
+
+
+async def test_client_leaves_while_two_copies_run() -> None:
+    async with hedged(2) as scene:
+        reader = scene.mesh.open(PROMPTS[:1], max_tokens=20_000, ignore_end_id=True)
+        await reader.tokens_here(20)
+        frozen = scene.engines[scene.worker_of(reader)]
+        (other,) = (engine for engine in scene.engines.values() if engine is not frozen)
+        await freeze(frozen)
+        await scene.mesh.counted("hedges", 1)
+        await freeze(other)
+        await reader.cancel()
+        for engine in (frozen, other):
+            engine.signal(signal.SIGCONT)
+        await scene.nothing_left()
+
+
+async def test_sequences_leave_a_worker_at_a_tenth_of_its_speed() -> None:
+    """Before it fails; and a copy costs no more than its share of the tokens."""
+    slow = ("--simulated-faults-slow-after-steps", "400", "--simulated-faults-slow-factor", "10")
+    options = {**SAMPLED, "max_tokens": 3 * TOKENS, "ignore_end_id": True}
+    async with hedged(3, flags=[slow]) as scene:
+        expected: list[Any] = []
+        for _ in range(2):
+            items: Sequence[ItemResult] = await scene.mesh.client.complete(PROMPTS, **options)
+            expected = expected or contents(items)
+            assert contents(items) == expected
+        assert await scene.counts("hedges", outcome="won") > 0
+        wasted, delivered = (
+            await scene.counts("hedge_wasted_tokens"),
+            await scene.counts("tokens_out"),
+        )
+        print(f"{wasted:.0f} of {delivered:.0f} tokens computed twice")
+        await scene.nothing_left()

@@ -1,0 +1,325 @@
+"""Two scripted workers compute a late sequence: whoever is ahead delivers, and the client sees one stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from router.scripted import LENGTH, PATIENCE_SECONDS, ScriptedEngine, eventually
+from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
+from trtmesh.chassis.errors import QueueFull
+from trtmesh.client import ItemResult
+from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
+
+CANCELLED = pb.FINISH_REASON_CANCELLED
+LEARNED = 40
+"""Steps of the first worker, from which the fleet learns how late is late."""
+PROMPT = [5, 6]
+TOKENS = list(range(100, 150))
+"""Of the sequence, whoever computes it."""
+
+
+@dataclass
+class Scene:
+    """A sequence of `LEARNED` tokens whose worker is late, and the copy at the other."""
+
+    on: Fleet
+    first: ScriptedEngine
+    second: ScriptedEngine
+    asked: asyncio.Task[list[ItemResult]]
+    handle: int
+    copy: epb.SubmitCommand
+
+    async def step_first(self, start: int, *tokens: int, end: bool = False) -> None:
+        ends = [(self.handle, LENGTH)] if end else []
+        await self.first.step((self.handle, start, tokens), ends=ends)
+
+    async def step_second(self, start: int, *tokens: int, end: bool = False) -> None:
+        ends = [(self.copy.handle, LENGTH)] if end else []
+        await self.second.step((self.copy.handle, start, tokens), ends=ends)
+
+    async def stopped(self, engine: ScriptedEngine, handle: int) -> None:
+        """Waits until a worker was asked to end a copy, and lets it do so."""
+        await eventually(lambda: (handle, CANCELLED) in engine.stops)
+        await engine.step(ends=[(handle, CANCELLED)])
+
+    async def ended(self) -> ItemResult:
+        (item,) = await self.asked
+        await self.nothing_left()
+        return item
+
+    async def nothing_left(self) -> None:
+        """The workers end what they were asked to, another copy included where this machine was slow."""
+        gauge, ended = self.on.client.gauge, set[tuple[int, int]]()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while gauge("worker_sequences") or gauge("worker_bookings"):
+                for engine in self.on.engines:
+                    for handle, reason in engine.stops:
+                        if (id(engine), handle) not in ended:
+                            ended.add((id(engine), handle))
+                            await engine.step(ends=[(handle, reason)])
+                await asyncio.sleep(0.005)
+
+    def hedges(self, outcome: str) -> float:
+        return counted(self.on, "hedges", cause="stall", outcome=outcome)
+
+
+def counted(on: Fleet, name: str, **labels: str) -> float:
+    """A counter; 0 before it exists."""
+    return on.client.registry.get_sample_value(f"trtmesh_router_{name}_total", labels) or 0.0
+
+
+async def late(on: Fleet, **options: Any) -> tuple[ScriptedEngine, int, asyncio.Task[Any]]:
+    """An item whose worker stops after LEARNED tokens: the worker, the handle and the item."""
+    asked = on.ask(PROMPT, **{"max_tokens": len(TOKENS)} | options)
+    first = await on.first()
+    handle = first.submits[0].handle
+    for number in range(LEARNED):
+        await first.step((handle, number, TOKENS[number : number + 1]))
+        await asyncio.sleep(0.001)
+    return first, handle, asked
+
+
+@asynccontextmanager
+async def racing(**options: Any) -> AsyncIterator[Scene]:
+    async with fleet(hedge={"enabled": True}) as on:
+        first, handle, asked = await late(on, **options)
+        second = on.other(first)
+        (copy,) = await second.submitted()
+        yield Scene(on, first, second, asked, handle, copy)
+
+
+async def test_second_copy_is_ahead_and_goes_on() -> None:
+    async with racing(request_id="late") as scene:
+        assert [*scene.copy.token_ids] == PROMPT + TOKENS[:LEARNED]
+        assert scene.copy.emitted_tokens == LEARNED
+        await scene.step_second(LEARNED, TOKENS[LEARNED])
+        await eventually(lambda: (scene.handle, CANCELLED) in scene.first.stops)
+        # The first worker computed a token more before it was told.
+        await scene.step_first(LEARNED, TOKENS[LEARNED])
+        await scene.stopped(scene.first, scene.handle)
+        await scene.step_second(LEARNED + 1, *TOKENS[LEARNED + 1 :], end=True)
+        item = await scene.ended()
+        assert [*item.token_ids] == TOKENS
+        assert scene.hedges("won") == scene.hedges("started") == 1
+        gauge = scene.on.client.gauge
+        assert gauge("hedge_wasted_tokens_total") == 1
+        assert gauge("hedge_copied_tokens_total") == len(PROMPT) + LEARNED
+        assert gauge("hedge_saved_seconds_total") > 0
+        assert gauge("hedge_differences_total") == 0
+        explained = await scene.on.client.admin.explain("late")
+        (hedge,) = explained.hedges
+        assert (hedge.outcome, hedge.cause, hedge.token_offset) == ("won", "stall", LEARNED)
+        assert hedge.worker == scene.first.description.worker
+        assert hedge.second_worker == scene.second.description.worker
+        assert [each.cause for each in explained.placements] == ["first", "hedge"]
+        totals = (await scene.on.client.status()).hedging
+        assert (totals.started, totals.won, totals.wasted_tokens) == (1, 1, 1)
+
+
+async def test_first_worker_recovers() -> None:
+    async with racing() as scene:
+        # All in a message: the later two are in time, however slow this machine is.
+        steps = [
+            epb.EngineEvent(
+                step=epb.Step(
+                    handles=[scene.handle],
+                    token_offsets=[at],
+                    token_counts=[1],
+                    token_ids=[TOKENS[at]],
+                )
+            )
+            for at in range(LEARNED, LEARNED + 3)
+        ]
+        await scene.first.send(*steps)
+        await eventually(lambda: (scene.copy.handle, CANCELLED) in scene.second.stops)
+        await scene.step_second(LEARNED, TOKENS[LEARNED])
+        await scene.stopped(scene.second, scene.copy.handle)
+        await scene.step_first(LEARNED + 3, *TOKENS[LEARNED + 3 :], end=True)
+        assert [*(await scene.ended()).token_ids] == TOKENS
+        assert scene.hedges("lost") == 1
+        assert scene.on.client.gauge("hedge_wasted_tokens_total") == 1
+
+
+@pytest.mark.parametrize("who", ["a copy behind", "a copy that lost", "a first copy that lost"])
+async def test_copies_with_other_tokens_are_told(who: str) -> None:
+    """The client has the tokens of one of them, to the end."""
+    async with racing() as scene:
+        wrong = TOKENS[LEARNED] + 1
+        if who == "a first copy that lost":
+            await scene.step_second(LEARNED, TOKENS[LEARNED])
+            await eventually(lambda: scene.first.stops)
+            await scene.step_first(LEARNED, wrong)
+            await scene.stopped(scene.first, scene.handle)
+            await scene.step_second(LEARNED + 1, *TOKENS[LEARNED + 1 :], end=True)
+        else:
+            if who == "a copy behind":
+                await scene.step_first(LEARNED, *TOKENS[LEARNED : LEARNED + 2])
+                metrics = scene.on.client.gauge
+                await eventually(lambda: metrics("tokens_out_total", model="m") == LEARNED + 2)
+                await scene.step_second(LEARNED, wrong, 7, 8, 9)
+                await scene.stopped(scene.second, scene.copy.handle)
+                await scene.step_first(LEARNED + 2, *TOKENS[LEARNED + 2 :], end=True)
+            else:
+                await scene.step_first(LEARNED, *TOKENS[LEARNED:], end=True)
+                await eventually(lambda: scene.second.stops)
+                await scene.step_second(LEARNED, wrong)
+                await scene.stopped(scene.second, scene.copy.handle)
+        assert [*(await scene.ended()).token_ids] == TOKENS
+        assert scene.on.client.gauge("hedge_differences_total") == 1
+
+
+async def test_first_worker_dies() -> None:
+    """The copy goes on, and nothing is submitted a third time."""
+    async with racing() as scene:
+        await scene.first.hang_up()
+        await eventually(lambda: scene.hedges("won"))
+        await scene.step_second(LEARNED, *TOKENS[LEARNED:], end=True)
+        assert [*(await scene.ended()).token_ids] == TOKENS
+        assert len(scene.second.submits) == 1
+
+
+async def test_second_worker_dies() -> None:
+    async with racing() as scene:
+        await scene.second.hang_up()
+        await eventually(lambda: scene.hedges("lost"))
+        await scene.step_first(LEARNED, *TOKENS[LEARNED:], end=True)
+        assert [*(await scene.ended()).token_ids] == TOKENS
+
+
+async def test_both_workers_die() -> None:
+    async with racing() as scene:
+        await asyncio.gather(scene.second.hang_up(), scene.first.hang_up())
+        await eventually(lambda: len(scene.first.submits) + len(scene.second.submits) > 2)
+        engine = scene.first if len(scene.first.submits) > 1 else scene.second
+        submit = engine.submits[-1]
+        assert [*submit.token_ids] == PROMPT + TOKENS[:LEARNED]
+        await engine.step(
+            (submit.handle, LEARNED, TOKENS[LEARNED:]), ends=[(submit.handle, LENGTH)]
+        )
+        assert [*(await scene.ended()).token_ids] == TOKENS
+
+
+async def test_second_worker_refuses_the_copy() -> None:
+    async with racing() as scene:
+        await scene.second.step(ends=[refusal(scene.copy.handle, QueueFull("full"))])
+        await eventually(lambda: scene.hedges("lost"))
+        await scene.step_first(LEARNED, *TOKENS[LEARNED:], end=True)
+        assert [*(await scene.ended()).token_ids] == TOKENS
+
+
+async def test_first_worker_ends_the_sequence_first() -> None:
+    async with racing() as scene:
+        await scene.step_first(LEARNED, *TOKENS[LEARNED:], end=True)
+        (item,) = await scene.asked
+        await scene.stopped(scene.second, scene.copy.handle)
+        assert [*item.token_ids] == TOKENS
+        await scene.nothing_left()
+        assert scene.hedges("ended") == 1
+
+
+async def test_client_stops_the_request() -> None:
+    async with racing(request_id="mine") as scene:
+        await scene.on.client.stop("mine")
+        await scene.stopped(scene.second, scene.copy.handle)
+        await eventually(lambda: scene.first.stops)
+        await scene.first.step(ends=scene.first.stops)
+        item = await scene.ended()
+        assert [*item.token_ids] == TOKENS[:LEARNED]
+
+
+async def test_client_leaves() -> None:
+    async with racing() as scene:
+        scene.asked.cancel()
+        await scene.stopped(scene.second, scene.copy.handle)
+        await scene.stopped(scene.first, scene.handle)
+        await scene.nothing_left()
+
+
+async def test_first_token_is_late() -> None:
+    """In a queue, or at a worker that is frozen."""
+    async with fleet(hedge={"enabled": True}) as on:
+        for engine in on.engines:
+            on.serve(engine)
+        for _ in range(3 * LEARNED):
+            await on.ask(PROMPT, max_tokens=1)
+            await asyncio.sleep(0.005)
+        await on.end()
+        before = {id(engine): len(engine.submits) for engine in on.engines}
+        asked = on.ask(PROMPT, num_return_sequences=2, max_tokens=1)
+
+        def fresh() -> list[tuple[ScriptedEngine, epb.SubmitCommand]]:
+            return [
+                (engine, submit)
+                for engine in on.engines
+                for submit in engine.submits[before[id(engine)] :]
+            ]
+
+        # The item, and a copy of each of its sequences.
+        await eventually(lambda: len(fresh()) == 3)
+        whole = next(
+            engine for engine in on.engines if len(engine.submits) == before[id(engine)] + 1
+        )
+        other = on.other(whole)
+        copies = [submit for engine, submit in fresh() if engine is other]
+        assert {each.sequence_index for each in copies} == {0, 1}
+        assert all([*each.token_ids] == PROMPT for each in copies)
+        for copy in copies:
+            await other.step(
+                (copy.handle, 0, [30 + copy.sequence_index]), ends=[(copy.handle, LENGTH)]
+            )
+        (item,) = await asked
+        assert [[*each.token_ids] for each in item.sequences] == [[30], [31]]
+        await eventually(lambda: len(whole.stops) == 2)
+        await whole.step(ends=whole.stops)
+        await eventually(lambda: not on.client.gauge("worker_sequences"))
+        assert counted(on, "hedges", cause="first_token", outcome="won") == 2
+
+
+async def test_inexact_workers_get_no_copies_and_explain_says_why() -> None:
+    engines = [
+        ScriptedEngine(worker=name, supported_fields=FIELDS, resumes_exactly=False)
+        for name in ("one", "two")
+    ]
+    async with fleet(*engines, hedge={"enabled": True}) as on:
+        first, handle, asked = await late(on, request_id="mine")
+        await eventually(lambda: counted(on, "hedges_refused", reason="not_exact"))
+        (hedge,) = (await on.client.admin.explain("mine")).hedges
+        assert (hedge.outcome, hedge.second_worker) == ("refused", "")
+        assert "batch_invariant" in hedge.detail
+        await first.step((handle, LEARNED, TOKENS[LEARNED:]), ends=[(handle, LENGTH)])
+        assert [*(await asked)[0].token_ids] == TOKENS
+        assert not on.other(first).submits
+        # Counted once, however long it lasted.
+        assert counted(on, "hedges_refused", reason="not_exact") == 1
+
+
+async def test_float32_counts_as_exact() -> None:
+    engines = [
+        ScriptedEngine(
+            worker=name,
+            supported_fields=FIELDS,
+            resumes_exactly=False,
+            backend="torch",
+            data_type=pb.DATA_TYPE_FP32,
+        )
+        for name in ("one", "two")
+    ]
+    async with fleet(*engines, hedge={"enabled": True}) as on:
+        first, _, _ = await late(on)
+        await on.other(first).submitted()
+
+
+async def test_nothing_is_hedged_unless_asked_for() -> None:
+    async with fleet() as on:
+        first, handle, asked = await late(on)
+        await asyncio.sleep(0.3)
+        await first.step((handle, LEARNED, TOKENS[LEARNED:]), ends=[(handle, LENGTH)])
+        assert [*(await asked)[0].token_ids] == TOKENS
+        assert not on.other(first).submits
+        assert not (await on.client.status()).HasField("hedging")
