@@ -38,7 +38,10 @@ async def native(mesh: Mesh, prompt: str, words: list[str], width: int, **more: 
     return item
 
 
-@pytest.mark.parametrize(("prompt", "words", "width"), CASES)
+@pytest.mark.parametrize(
+    ("prompt", "words", "width"),
+    [*CASES[:2], *(pytest.param(*each, marks=pytest.mark.soak) for each in CASES[2:])],
+)
 async def test_beams_end_at_stop_words(
     mesh: Mesh, prompt: str, words: list[str], width: int
 ) -> None:
@@ -65,7 +68,7 @@ def _end(text: str, words: list[str]) -> str:
     return next((word for word in words if text.endswith(word)), "")
 
 
-@pytest.mark.parametrize(("prompt", "words", "width"), CASES[1:3])
+@pytest.mark.parametrize(("prompt", "words", "width"), CASES[2:3])
 async def test_ensemble_and_bls_have_the_beams_of_the_native_api(
     mesh: Mesh, triton: Triton, prompt: str, words: list[str], width: int
 ) -> None:

@@ -61,7 +61,10 @@ def rate_of(response: Response) -> float:
     [
         {},
         {"top_k": 50, "temperature": 0.8, "seed": 3},
-        {"top_p": 0.9, "temperature": 1.3, "seed": 4, "repetition_penalty": 1.2},
+        pytest.param(
+            {"top_p": 0.9, "temperature": 1.3, "seed": 4, "repetition_penalty": 1.2},
+            marks=pytest.mark.soak,
+        ),
         {"stop_words": ["return"], "bad_words": [" if"], "min_tokens": 9},
         {"top_k": 50, "temperature": 0.7, "guided_decoding_guide_type": "regex"}
         | {"guided_decoding_guide": "[a-z ]{9,400}"},

@@ -274,7 +274,8 @@ async def test_two_engines_serve_two_models(tmp_path: Path) -> None:
     [
         ("v0.5.0", "torch"),
         # Their engines have no other settings than those of v0.5.0.
-        *((release, "simulated") for release in ("v0.6.1", "v0.11.0", "2025-05")),
+        *((release, "simulated") for release in ("v0.11.0", "2025-05")),
+        pytest.param("v0.6.1", "simulated", marks=pytest.mark.soak),
     ],
 )
 async def test_repository_of_every_age_is_served_as_imported(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import struct
-import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +13,7 @@ import pytest_asyncio
 from compat.plain_http import PlainHttp
 from compat.test_streams import native_text
 from e2e.mesh import Mesh, eventually, router_before
-from processes import service_process
+from processes import run_to_exit, service_process
 from trtmesh.chassis.errors import SettingsError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -168,12 +165,8 @@ async def test_vertex_predicts_with_the_only_model(mesh: Mesh) -> None:
 async def test_router_does_not_start_with_a_wrong_variable_of_a_platform(
     environment: Mapping[str, str], message: str
 ) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trtmesh.router", "--port", "0", "--http-port", "0"),
-        *("--engines", "127.0.0.1:1"),
-        env={**os.environ, **environment},
-        stderr=asyncio.subprocess.PIPE,
+    ended = await run_to_exit(
+        *("router", "--port", "0", "--http-port", "0", "--engines", "127.0.0.1:1"), env=environment
     )
-    _, stderr = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == SettingsError.exit_status
-    assert message in stderr.decode()
+    assert ended.status == SettingsError.exit_status
+    assert message in ended.stderr

@@ -45,7 +45,11 @@ BACKENDS = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=BACKENDS)
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["simulated", pytest.param("torch", marks=pytest.mark.soak)],
+)
 async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
     flags = BACKENDS[request.param]
 
@@ -123,6 +127,7 @@ async def no_leases(mesh: Mesh) -> None:
     await mesh.idle()
 
 
+@pytest.mark.parametrize("mesh", BACKENDS, indirect=True, scope="module")
 async def test_two_halves_equal_the_whole(mesh: Mesh) -> None:
     expected, before = await whole(mesh), await consumed(mesh)
     first = await first_half(mesh.client)

@@ -107,7 +107,10 @@ async def test_stop_and_disconnect_end_the_sequences_there() -> None:
         await mesh.idle()
 
 
-@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize(
+    "contract",
+    [pytest.param(each, marks=[] if each == "vllm" else pytest.mark.soak) for each in CONTRACTS],
+)
 async def test_streams_survive_the_kill_of_an_engine(contract: str) -> None:
     count = 300
     async with fleet(contract, contract, flags=("--placement-policy", "round_robin")) as running:

@@ -80,8 +80,26 @@ async def mixed_batch(each: Adapted, settings: dict[str, Any], **options: Any) -
     return streams
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["whole", "chunks", "pauses"])
-@pytest.mark.parametrize("family", FAMILIES)
+def in_settings(first: int) -> pytest.MarkDecorator:
+    """Every family in one of the settings, and in all of them in `make soak`."""
+    return pytest.mark.parametrize(
+        ("family", "settings"),
+        [
+            pytest.param(
+                family,
+                settings,
+                id=f"{family}-{name}",
+                marks=[] if (turn - place - first) % len(SETTINGS) == 0 else pytest.mark.soak,
+            )
+            for turn, family in enumerate(FAMILIES)
+            for place, (name, settings) in enumerate(
+                zip(("whole", "chunks", "pauses"), SETTINGS, strict=True)
+            )
+        ],
+    )
+
+
+@in_settings(1)
 async def test_mixed_batch_equals_peft(
     adapted: Callable[[str], Adapted], family: str, settings: dict[str, Any]
 ) -> None:
@@ -93,22 +111,7 @@ async def test_mixed_batch_equals_peft(
     assert sum(a != b for a, b in zip(expected, differing, strict=True)) >= len(ASKED) // 2
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        pytest.param(
-            family,
-            settings,
-            id=f"{family}-{name}",
-            # The tokens above show every family under every setting.
-            marks=[] if (turn - place) % len(SETTINGS) == 0 else pytest.mark.soak,
-        )
-        for turn, family in enumerate(FAMILIES)
-        for place, (name, settings) in enumerate(
-            zip(("whole", "chunks", "pauses"), SETTINGS, strict=True)
-        )
-    ],
-)
+@in_settings(0)
 async def test_logits_of_a_mixed_batch_equal_peft(
     adapted: Callable[[str], Adapted], family: str, settings: dict[str, Any]
 ) -> None:
