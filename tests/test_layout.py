@@ -213,6 +213,7 @@ ROOMS = {
         "router",
         "settings",
         "doors",
+        "movement",
         "requests",
         "handoffs",
         "hedging",

@@ -156,7 +156,7 @@ async def check_receipts(mesh: Mesh, file: Path, fault: str) -> None:
 
 def receipts_in(file: Path) -> dict[str, receipt_pb.Receipt]:
     """The whole receipts of a file, by their text."""
-    lines, filed = file.read_text().splitlines(), read_receipts(file, None)
+    lines, filed = file.read_text().splitlines(), [*read_receipts(file, None)]
     return {
         json.loads(line)["receipt"]: each.receipt for line, each in zip(lines, filed, strict=False)
     }

@@ -333,20 +333,29 @@ class DrainWorkerRequest(google.protobuf.message.Message):
 
     WORKER_FIELD_NUMBER: builtins.int
     FINISH_MS_FIELD_NUMBER: builtins.int
+    BY_MS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Address, or unique name."""
     finish_ms: builtins.int
     """How long its sequences may take to finish, in milliseconds, before they move; 0 moves them at once. Unset means
     unlimited.
     """
+    by_ms: builtins.int
+    """The worker will be gone in so many milliseconds: until then its sequences are handed over, what pays most first, but
+    for those that end in time; the rest moves without its KV. Excludes finish_ms.
+    """
     def __init__(
         self,
         *,
         worker: builtins.str = ...,
         finish_ms: builtins.int | None = ...,
+        by_ms: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_finish_ms", b"_finish_ms", "finish_ms", b"finish_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_finish_ms", b"_finish_ms", "finish_ms", b"finish_ms", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_by_ms", b"_by_ms", "_finish_ms", b"_finish_ms", "by_ms", b"by_ms", "finish_ms", b"finish_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_by_ms", b"_by_ms", "_finish_ms", b"_finish_ms", "by_ms", b"by_ms", "finish_ms", b"finish_ms", "worker", b"worker"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_by_ms", b"_by_ms"]) -> typing.Literal["by_ms"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_finish_ms", b"_finish_ms"]) -> typing.Literal["finish_ms"] | None: ...
 
 Global___DrainWorkerRequest: typing_extensions.TypeAlias = DrainWorkerRequest
@@ -466,6 +475,104 @@ class RemoveWorkerResponse(google.protobuf.message.Message):
 Global___RemoveWorkerResponse: typing_extensions.TypeAlias = RemoveWorkerResponse
 
 @typing.final
+class RebalanceWorkersRequest(google.protobuf.message.Message):
+    """Requests a better place for streams."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRY_RUN_FIELD_NUMBER: builtins.int
+    ROOM_TOKENS_FIELD_NUMBER: builtins.int
+    dry_run: builtins.bool
+    """Whether to tell the moves only."""
+    room_tokens: builtins.int
+    """Makes room for a prompt of so many tokens on any worker of each model. 0 evens out load and KV, and gathers the
+    sequences of adapters.
+    """
+    def __init__(
+        self,
+        *,
+        dry_run: builtins.bool = ...,
+        room_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dry_run", b"dry_run", "room_tokens", b"room_tokens"]) -> None: ...
+
+Global___RebalanceWorkersRequest: typing_extensions.TypeAlias = RebalanceWorkersRequest
+
+@typing.final
+class StreamMove(google.protobuf.message.Message):
+    """A move of a stream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    BATCH_INDEX_FIELD_NUMBER: builtins.int
+    SEQUENCE_INDEX_FIELD_NUMBER: builtins.int
+    SENDER_FIELD_NUMBER: builtins.int
+    RECEIVER_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    COST_SECONDS_FIELD_NUMBER: builtins.int
+    GAIN_SECONDS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    BEGAN_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Name of the request."""
+    batch_index: builtins.int
+    """Position of the item in the request."""
+    sequence_index: builtins.int
+    """Number of the sequence."""
+    sender: builtins.str
+    """Name of the worker with the KV."""
+    receiver: builtins.str
+    """Name of the worker that will continue."""
+    tokens: builtins.int
+    """Tokens whose KV moves."""
+    cost_seconds: builtins.float
+    """Predicted time of the move, or of all that move together."""
+    gain_seconds: builtins.float
+    """Predicted time that they, and others, gain."""
+    reason: builtins.str
+    """What the move is for."""
+    began: builtins.bool
+    """Whether it began: not in a dry run, nor for a stream that was over by then."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        batch_index: builtins.int = ...,
+        sequence_index: builtins.int = ...,
+        sender: builtins.str = ...,
+        receiver: builtins.str = ...,
+        tokens: builtins.int = ...,
+        cost_seconds: builtins.float = ...,
+        gain_seconds: builtins.float = ...,
+        reason: builtins.str = ...,
+        began: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_index", b"batch_index", "began", b"began", "cost_seconds", b"cost_seconds", "gain_seconds", b"gain_seconds", "reason", b"reason", "receiver", b"receiver", "request_id", b"request_id", "sender", b"sender", "sequence_index", b"sequence_index", "tokens", b"tokens"]) -> None: ...
+
+Global___StreamMove: typing_extensions.TypeAlias = StreamMove
+
+@typing.final
+class RebalanceWorkersResponse(google.protobuf.message.Message):
+    """The moves."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MOVES_FIELD_NUMBER: builtins.int
+    @property
+    def moves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StreamMove]:
+        """In the order of the plan; empty if none pays."""
+
+    def __init__(
+        self,
+        *,
+        moves: collections.abc.Iterable[Global___StreamMove] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["moves", b"moves"]) -> None: ...
+
+Global___RebalanceWorkersResponse: typing_extensions.TypeAlias = RebalanceWorkersResponse
+
+@typing.final
 class SetWorkerRoleRequest(google.protobuf.message.Message):
     """Requests to change a worker's role."""
 
@@ -560,7 +667,7 @@ class Handoff(google.protobuf.message.Message):
     to this router, or the lease expires.
     """
     cause: builtins.str
-    """Cause: disaggregated, drain, role, paused, context_only or generation_only."""
+    """Cause: disaggregated, drain, role, rebalance, paused, context_only or generation_only."""
     tokens: builtins.int
     """Tokens to hand over."""
     present_tokens: builtins.int

@@ -65,6 +65,11 @@ class RouterAdminServiceStub(object):
                 request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerRequest.SerializeToString,
                 response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerResponse.FromString,
                 _registered_method=True)
+        self.RebalanceWorkers = channel.unary_unary(
+                '/trtmesh.v1.RouterAdminService/RebalanceWorkers',
+                request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.RebalanceWorkersRequest.SerializeToString,
+                response_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.RebalanceWorkersResponse.FromString,
+                _registered_method=True)
         self.SetWorkerRole = channel.unary_unary(
                 '/trtmesh.v1.RouterAdminService/SetWorkerRole',
                 request_serializer=trtmesh_dot_v1_dot_router__admin__pb2.SetWorkerRoleRequest.SerializeToString,
@@ -178,6 +183,13 @@ class RouterAdminServiceServicer(object):
 
     def RemoveWorker(self, request, context):
         """Forgets a worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebalanceWorkers(self, request, context):
+        """Moves streams, with their KV, where that pays by the predictions of placement.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -314,6 +326,11 @@ def add_RouterAdminServiceServicer_to_server(servicer, server):
                     servicer.RemoveWorker,
                     request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerRequest.FromString,
                     response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerResponse.SerializeToString,
+            ),
+            'RebalanceWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebalanceWorkers,
+                    request_deserializer=trtmesh_dot_v1_dot_router__admin__pb2.RebalanceWorkersRequest.FromString,
+                    response_serializer=trtmesh_dot_v1_dot_router__admin__pb2.RebalanceWorkersResponse.SerializeToString,
             ),
             'SetWorkerRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetWorkerRole,
@@ -549,6 +566,33 @@ class RouterAdminService(object):
             '/trtmesh.v1.RouterAdminService/RemoveWorker',
             trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerRequest.SerializeToString,
             trtmesh_dot_v1_dot_router__admin__pb2.RemoveWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebalanceWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trtmesh.v1.RouterAdminService/RebalanceWorkers',
+            trtmesh_dot_v1_dot_router__admin__pb2.RebalanceWorkersRequest.SerializeToString,
+            trtmesh_dot_v1_dot_router__admin__pb2.RebalanceWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -121,6 +121,22 @@ _RouterAdminServiceRemoveWorkerType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterAdminServiceRebalanceWorkersType = typing_extensions.TypeVar(
+    '_RouterAdminServiceRebalanceWorkersType',
+    grpc.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.RebalanceWorkersRequest,
+        trtmesh.v1.router_admin_pb2.RebalanceWorkersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.RebalanceWorkersRequest,
+        trtmesh.v1.router_admin_pb2.RebalanceWorkersResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.RebalanceWorkersRequest,
+        trtmesh.v1.router_admin_pb2.RebalanceWorkersResponse,
+    ],
+)
+
 _RouterAdminServiceSetWorkerRoleType = typing_extensions.TypeVar(
     '_RouterAdminServiceSetWorkerRoleType',
     grpc.UnaryUnaryMultiCallable[
@@ -345,7 +361,7 @@ _RouterAdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, _RouterAdminServiceWatchWorkersType, _RouterAdminServiceAddWorkerType, _RouterAdminServiceDrainWorkerType, _RouterAdminServiceResumeWorkerType, _RouterAdminServiceRemoveWorkerType, _RouterAdminServiceSetWorkerRoleType, _RouterAdminServiceListHandoffsType, _RouterAdminServiceListRequestsType, _RouterAdminServiceStopRequestType, _RouterAdminServiceMoveRequestType, _RouterAdminServiceListAdaptersType, _RouterAdminServiceAddAdapterType, _RouterAdminServiceUploadAdapterType, _RouterAdminServiceFetchAdapterType, _RouterAdminServiceRemoveAdapterType, _RouterAdminServicePinAdapterType, _RouterAdminServiceGetPolicyType, _RouterAdminServiceSetPolicyType, _RouterAdminServiceExplainType]):
+class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, _RouterAdminServiceWatchWorkersType, _RouterAdminServiceAddWorkerType, _RouterAdminServiceDrainWorkerType, _RouterAdminServiceResumeWorkerType, _RouterAdminServiceRemoveWorkerType, _RouterAdminServiceRebalanceWorkersType, _RouterAdminServiceSetWorkerRoleType, _RouterAdminServiceListHandoffsType, _RouterAdminServiceListRequestsType, _RouterAdminServiceStopRequestType, _RouterAdminServiceMoveRequestType, _RouterAdminServiceListAdaptersType, _RouterAdminServiceAddAdapterType, _RouterAdminServiceUploadAdapterType, _RouterAdminServiceFetchAdapterType, _RouterAdminServiceRemoveAdapterType, _RouterAdminServicePinAdapterType, _RouterAdminServiceGetPolicyType, _RouterAdminServiceSetPolicyType, _RouterAdminServiceExplainType]):
     """Administers a router."""
 
     @typing.overload
@@ -373,6 +389,10 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
         grpc.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.RemoveWorkerRequest,
             trtmesh.v1.router_admin_pb2.RemoveWorkerResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.RebalanceWorkersRequest,
+            trtmesh.v1.router_admin_pb2.RebalanceWorkersResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
@@ -459,6 +479,10 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
             trtmesh.v1.router_admin_pb2.RemoveWorkerResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            trtmesh.v1.router_admin_pb2.RebalanceWorkersRequest,
+            trtmesh.v1.router_admin_pb2.RebalanceWorkersResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
             trtmesh.v1.router_admin_pb2.SetWorkerRoleResponse,
         ],
@@ -534,6 +558,9 @@ class RouterAdminServiceStub(typing.Generic[_RouterAdminServiceListWorkersType, 
     RemoveWorker: _RouterAdminServiceRemoveWorkerType
     """Forgets a worker."""
 
+    RebalanceWorkers: _RouterAdminServiceRebalanceWorkersType
+    """Moves streams, with their KV, where that pays by the predictions of placement."""
+
     SetWorkerRole: _RouterAdminServiceSetWorkerRoleType
     """Changes the role of a worker. Sequences that no longer fit the role are handed over."""
 
@@ -602,6 +629,10 @@ RouterAdminServiceAsyncStub: typing_extensions.TypeAlias = RouterAdminServiceStu
     grpc.aio.UnaryUnaryMultiCallable[
         trtmesh.v1.router_admin_pb2.RemoveWorkerRequest,
         trtmesh.v1.router_admin_pb2.RemoveWorkerResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        trtmesh.v1.router_admin_pb2.RebalanceWorkersRequest,
+        trtmesh.v1.router_admin_pb2.RebalanceWorkersResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         trtmesh.v1.router_admin_pb2.SetWorkerRoleRequest,
@@ -711,6 +742,14 @@ class RouterAdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[trtmesh.v1.router_admin_pb2.RemoveWorkerResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.RemoveWorkerResponse]]:
         """Forgets a worker."""
+
+    @abc.abstractmethod
+    def RebalanceWorkers(
+        self,
+        request: trtmesh.v1.router_admin_pb2.RebalanceWorkersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[trtmesh.v1.router_admin_pb2.RebalanceWorkersResponse, collections.abc.Awaitable[trtmesh.v1.router_admin_pb2.RebalanceWorkersResponse]]:
+        """Moves streams, with their KV, where that pays by the predictions of placement."""
 
     @abc.abstractmethod
     def SetWorkerRole(

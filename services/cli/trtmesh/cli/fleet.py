@@ -14,6 +14,7 @@ from trtmesh.cli.completion import complete_policy, complete_worker
 from trtmesh.cli.output import local_time, say, say_error
 from trtmesh.cli.session import FAILED, OK, USAGE
 from trtmesh.cli.tables import (
+    moves_table,
     role_word,
     tokenizers_table,
     worker_state,
@@ -23,6 +24,8 @@ from trtmesh.v1 import router_admin_pb2 as pb
 
 policy = typer.Typer(name="policy", help="The placement policy of a router.", no_args_is_help=True)
 workers = typer.Typer(name="workers", help="The workers of a router.", no_args_is_help=True)
+
+MOST_SECONDS = 4_000_000
 
 WorkerArgument = Annotated[
     str,
@@ -129,6 +132,12 @@ async def drain(
             help="Time for its sequences to end, in seconds, before the rest moves; unset waits for all.",
         ),
     ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="Time after which the worker is gone, such as 20s: its sequences move before, what pays most first."
+        ),
+    ] = None,
 ) -> int:
     """Have a worker refuse new items, of all routers, and wait until its sequences of this router have ended or moved.
 
@@ -136,7 +145,17 @@ async def drain(
 
     Exit status: 0 drained, 1 sequences are left or the call failed, 2 wrong usage, 130 Ctrl-C.
     """
-    response = await context.admin.drain_worker(worker, finish_seconds=finish_seconds)
+    if by is not None and finish_seconds is not None:
+        say_error("--by and --finish-seconds exclude each other")
+        return USAGE
+    try:
+        by_seconds = None if by is None else _seconds(by)
+    except ValueError:
+        say_error(f"--by is {by!r}, which is no time such as 20s or 2m")
+        return USAGE
+    response = await context.admin.drain_worker(
+        worker, finish_seconds=finish_seconds, by_seconds=by_seconds
+    )
     ended = f"{response.finished_sequences} ended, {response.moved_sequences} moved"
     context.answer(response, _state_line(response.worker), f"sequences: {ended}")
     if response.only_here:
@@ -147,6 +166,39 @@ async def drain(
         say(f"{response.left_sequences} sequences are left: no other worker accepts them")
         return FAILED
     return OK
+
+
+def _seconds(text: str) -> float:
+    """Raises ValueError."""
+    number, factor = (
+        (text[:-1], {"s": 1, "m": 60}[text[-1:]]) if text[-1:] in ("s", "m") else (text, 1)
+    )
+    seconds = float(number) * factor
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise ValueError
+    return seconds
+
+
+@workers.command()
+@admin_command
+async def rebalance(
+    context: Context,
+    *,
+    room: Annotated[
+        int,
+        typer.Option(min=0, max=2**31, help="Make room for a prompt of so many tokens."),
+    ] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the moves only.")] = False,
+) -> int:
+    """Move streams, with their KV, where that pays by the predictions of placement: to even out load and KV, to gather
+    the sequences of adapters, or for --room.
+    """
+    response = await context.admin.rebalance_workers(room_tokens=room, dry_run=dry_run)
+    began = sum(move.began for move in response.moves)
+    told = "planned" if dry_run else f"of which {began} began"
+    return context.answer(
+        response, moves_table(response.moves), f"{len(response.moves)} moves, {told}"
+    )
 
 
 @workers.command()

@@ -50,6 +50,20 @@ def workers_table(workers: Sequence[pb.Worker]) -> Table:
     return table_of(workers, {**columns, **extra, **problem}, remark="problem")
 
 
+def moves_table(moves: Sequence[pb.StreamMove]) -> Table:
+    columns: Columns[pb.StreamMove] = {
+        "request": lambda move: f"{move.request_id}[{move.batch_index}]",
+        "sequence": lambda move: move.sequence_index,
+        "from": lambda move: move.sender,
+        "to": lambda move: move.receiver,
+        "tokens": lambda move: move.tokens,
+        "cost s": lambda move: f"{move.cost_seconds:.3f}",
+        "gain s": lambda move: f"{move.gain_seconds:.3f}",
+        "reason": lambda move: move.reason,
+    }
+    return table_of(moves, columns, remark="reason")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadColumn:
     """A column of workers' loads, left out unless some worker has the figure."""

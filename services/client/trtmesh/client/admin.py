@@ -88,14 +88,20 @@ class AdminClient(ServerChannel):
         return await self._long(self._stub.AddWorker(request, metadata=self.metadata))
 
     async def drain_worker(
-        self, worker: str, *, finish_seconds: float | None = None
+        self,
+        worker: str,
+        *,
+        finish_seconds: float | None = None,
+        by_seconds: float | None = None,
     ) -> pb.DrainWorkerResponse:
         """Drains a worker, by name or address, and returns once all sequences have finished or moved.
 
-        They may finish there for `finish_seconds`; None sets no limit.
+        They may finish there for `finish_seconds`; None sets no limit. Or the worker will be gone in `by_seconds`, and
+        its sequences move before.
         """
         finish_ms = None if finish_seconds is None else round(finish_seconds * 1000)
-        request = pb.DrainWorkerRequest(worker=worker, finish_ms=finish_ms)
+        by_ms = None if by_seconds is None else round(by_seconds * 1000)
+        request = pb.DrainWorkerRequest(worker=worker, finish_ms=finish_ms, by_ms=by_ms)
         call = self._stub.DrainWorker(request, metadata=self.metadata)
         return await self._long(call)
 
@@ -106,6 +112,14 @@ class AdminClient(ServerChannel):
     async def remove_worker(self, worker: str) -> pb.RemoveWorkerResponse:
         """Removes a worker from the router; the sequences move."""
         return await self._short(self._stub.RemoveWorker, pb.RemoveWorkerRequest(worker=worker))
+
+    async def rebalance_workers(
+        self, *, room_tokens: int = 0, dry_run: bool = False
+    ) -> pb.RebalanceWorkersResponse:
+        """Moves streams with their KV where that pays: for room for a prompt of `room_tokens`, or to even out load and
+        KV. Returns once all moves began."""
+        request = pb.RebalanceWorkersRequest(dry_run=dry_run, room_tokens=room_tokens)
+        return await self._long(self._stub.RebalanceWorkers(request, metadata=self.metadata))
 
     async def set_worker_role(self, worker: str, role: str) -> pb.SetWorkerRoleResponse:
         """Makes a worker, by name or address, `mixed`, `prefill` or `decode`, and returns once sequences of another

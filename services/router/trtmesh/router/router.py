@@ -52,6 +52,7 @@ from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.links.local import LOCAL, LocalService
 from trtmesh.router.links.replica import Replica
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.movement.movement import Movement
 from trtmesh.router.receipts import Receipts
 from trtmesh.router.recorder import Recorder
 from trtmesh.router.requests.context import Mesh
@@ -139,6 +140,7 @@ class Router:
             self._link,
             settings.admin.allow_link_local,
         )
+        self._movement = Movement(self._fleet, self._members)
         self._http = self._make_http() if settings.http.port is not None else None
         self._triton = self._make_triton() if settings.triton.enabled else None
         generating: Mapping[str, Handler] = {}
@@ -200,6 +202,7 @@ class Router:
             self._tokenizers,
             self._requests,
             self._hedger,
+            self._movement,
         )
         token = AdminToken.read(settings.admin.token_file, os.environ)
         if token is None and settings.admin.console == "token":
@@ -301,6 +304,8 @@ class Router:
             self._keepers.append(asyncio.create_task(self._canary.run()))
         if self._hedger.enabled:
             self._keepers.append(asyncio.create_task(self._hedger.run()))
+        if settings.defragment:
+            self._keepers.append(asyncio.create_task(self._movement.run()))
         if self._followed is not None:
             following = self._followed.follow(self._adapters.take, self._adapters.tell)
             self._keepers.append(asyncio.create_task(following))

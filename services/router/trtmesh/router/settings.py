@@ -50,6 +50,10 @@ class RouterSettings(SecuredSettings):
     canary_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the items that another worker computes a second time, after their end and where there is idle capacity:
     a worker that two others contradict rests. Only of workers that promise equal tokens; 0 means none."""
+    defragment: bool = False
+    """Whether running sequences move, with their KV, where that pays by the predictions of placement: to even out load
+    and KV, to gather those of an adapter, and to make room for a prompt that waits for blocks. None moves twice within
+    30 s."""
     http: HttpSettings = HttpSettings()
     triton: TritonSettings = TritonSettings()
     openai: OpenAiSettings = OpenAiSettings()

@@ -15,6 +15,7 @@ from trtmesh.router.handoffs.table import GivenKv
 from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.hedging.race import HedgeRecord
 from trtmesh.router.links.replica import Replica, ReplicaState
+from trtmesh.router.movement.movement import StreamMove
 from trtmesh.router.placement import AdapterNeed
 from trtmesh.router.placement.place import (
     Candidate,
@@ -85,6 +86,22 @@ def describe_worker(worker: Worker) -> pb.Worker:
         items=len({run.owner for run in worker.sequences.values()}),
         breaker=pb.BreakerState.Value(f"BREAKER_STATE_{state.upper()}"),
         faults=breaker.faults,
+    )
+
+
+def describe_move(move: StreamMove, name_of: NameOf) -> pb.StreamMove:
+    run, plan = move.run, move.plan
+    return pb.StreamMove(
+        request_id=run.request_id,
+        batch_index=move.batch_index,
+        sequence_index=run.sequence_index,
+        sender=name_of(plan.sender),
+        receiver=name_of(plan.receiver),
+        tokens=move.tokens,
+        cost_seconds=plan.cost_seconds,
+        gain_seconds=plan.gain_seconds,
+        reason=plan.why,
+        began=move.began,
     )
 
 

@@ -27,6 +27,7 @@ from trtmesh.router.doors.admin.descriptions import (
     describe_handoffs,
     describe_hedge,
     describe_hedging,
+    describe_move,
     describe_requests,
     describe_tokenizer,
     describe_worker,
@@ -37,6 +38,7 @@ from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import check_pins
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.hedging.hedger import Hedger
+from trtmesh.router.movement.movement import Movement
 from trtmesh.router.placement import POLICIES
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
@@ -62,6 +64,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         tokenizers: TokenizerPool,
         requests: Requests,
         hedger: Hedger,
+        movement: Movement,
     ) -> None:
         self._fleet = fleet
         self._handoffs = handoffs
@@ -70,6 +73,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self._tokenizers = tokenizers
         self._requests = requests
         self._hedger = hedger
+        self._movement = movement
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: RpcContext
@@ -192,7 +196,12 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> pb.DrainWorkerResponse:
         async with answering(context):
             finish = request.finish_ms / 1000 if request.HasField("finish_ms") else None
-            drained = await self._members.drain(request.worker, finish)
+            if request.HasField("by_ms"):
+                if finish is not None:
+                    raise InvalidField("exclude each other", fields=("finish_ms", "by_ms"))
+                drained = await self._movement.drain_by(request.worker, request.by_ms / 1000)
+            else:
+                drained = await self._members.drain(request.worker, finish)
             return pb.DrainWorkerResponse(
                 worker=describe_worker(drained.worker),
                 finished_sequences=drained.finished,
@@ -292,6 +301,14 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         async with answering(context):
             worker, moved = await self._members.set_role(request.worker, request.role)
             return pb.SetWorkerRoleResponse(worker=describe_worker(worker), moved_sequences=moved)
+
+    async def RebalanceWorkers(
+        self, request: pb.RebalanceWorkersRequest, context: RpcContext
+    ) -> pb.RebalanceWorkersResponse:
+        async with answering(context):
+            moves = await self._movement.rebalance(request.room_tokens, dry_run=request.dry_run)
+            described = partial(describe_move, name_of=self._worker_name)
+            return pb.RebalanceWorkersResponse(moves=map(described, moves))
 
     async def ListHandoffs(
         self, request: pb.ListHandoffsRequest, context: RpcContext

@@ -1,0 +1,135 @@
+"""Streams move to better places with their KV, and no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from router.handoff_fleet import PROMPT, Workers, workers
+from router.scripted import eventually
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+STREAMS = 6
+PROMPTS = [list(range(start, start + 400)) for start in range(100, 100 + 500 * STREAMS, 500)]
+SMALL_POOL: dict[str, Any] = {"kv_cache": {"total_blocks": 760, "tokens_per_block": 16}}
+TOKENS = 1500
+
+
+async def learned(on: Workers) -> None:
+    """Lets the router see how long streams are."""
+    await on.ask([1, 2, 3], max_tokens=TOKENS)
+    fleet = on.client.router._fleet
+    await eventually(lambda: fleet.typical("simulated").new_tokens > TOKENS / 2)
+
+
+async def crowded(on: Workers, **options: Any) -> list[asyncio.Task[Any]]:
+    """Runs all streams on one worker, then brings the other back."""
+    await learned(on)
+    first, *others = on.engines
+    for other in others:
+        await on.client.admin.drain_worker(other, finish_seconds=0)
+    asked = [on.ask(prompt, max_tokens=TOKENS, **options) for prompt in PROMPTS]
+    await eventually(lambda: on.load(first).running_sequences == STREAMS)
+    await eventually(lambda: on.load(first).generated_tokens > 5 * STREAMS)
+    for other in others:
+        await on.client.admin.resume_worker(other)
+    return asked
+
+
+async def tokens_of(asked: list[asyncio.Task[Any]]) -> list[Any]:
+    answers = await asyncio.gather(*asked)
+    assert [item.error for items in answers for item in items] == [None] * len(asked)
+    return [each.token_ids for items in answers for item in items for each in item.sequences]
+
+
+async def undisturbed(**options: Any) -> list[Any]:
+    async with workers("mixed", timing={"step_ms": 0.0}) as on:
+        return await tokens_of([on.ask(p, max_tokens=TOKENS, **options) for p in PROMPTS])
+
+
+async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells() -> None:
+    async with workers("mixed", "mixed", **SMALL_POOL) as on:
+        asked = await crowded(on)
+        first, second = on.engines
+        planned = (await on.client.admin.rebalance_workers(dry_run=True)).moves
+        assert planned
+        assert {(move.sender, move.receiver) for move in planned} == {(first, second)}
+        assert all(move.gain_seconds > move.cost_seconds and not move.began for move in planned)
+        assert not on.load(second).running_sequences
+        moves = (await on.client.admin.rebalance_workers()).moves
+        assert moves
+        assert all(move.began for move in moves)
+        await eventually(lambda: on.handoffs(cause="rebalance", result="moved") == len(moves))
+        assert on.load(second).running_sequences == len(moves)
+        assert on.load(second).computed_prompt_tokens < 32 * len(moves)
+        assert on.moved(cause="rebalance") == len(moves)
+        again = (await on.client.admin.rebalance_workers()).moves
+        moved = {move.request_id for move in moves}
+        assert not [move for move in again if move.request_id in moved]
+        explained = await on.client.admin.explain(moves[0].request_id)
+        assert [each.cause for each in explained.placements] == ["first", "rebalance"]
+        assert await tokens_of(asked) == await undisturbed()
+        await on.quiet()
+
+
+async def test_router_moves_streams_by_itself_where_configured() -> None:
+    async with workers("mixed", "mixed", settings={"defragment": True}, **SMALL_POOL) as on:
+        options: dict[str, Any] = {"temperature": 0.9, "seed": 7}
+        asked = await crowded(on, **options)
+        await eventually(lambda: on.handoffs(cause="rebalance", result="moved") >= 1)
+        assert await tokens_of(asked) == await undisturbed(**options)
+        assert on.handoffs(cause="rebalance") <= STREAMS
+        await on.quiet()
+
+
+async def test_room_is_made_for_a_long_prompt() -> None:
+    settings = {"placement": {"policy": "round_robin"}}
+    async with workers("mixed", "mixed", settings=settings, **SMALL_POOL) as on:
+        await learned(on)
+        assert not (await on.client.admin.rebalance_workers(room_tokens=1000)).moves
+        asked = [on.ask(prompt, max_tokens=TOKENS) for prompt in PROMPTS * 2]
+        await eventually(lambda: all(on.load(n).running_sequences == STREAMS for n in on.engines))
+        await eventually(lambda: all(on.load(n).generated_tokens > 1600 for n in on.engines))
+        # More than either has free, and less than it would have without a few streams.
+        tokens = 16 * (max(on.load(name).free_blocks for name in on.engines) + 40)
+        moves = (await on.client.admin.rebalance_workers(room_tokens=tokens)).moves
+        assert moves
+        assert len({(move.sender, move.receiver) for move in moves}) == 1
+        assert all(move.began for move in moves)
+        await eventually(lambda: on.handoffs(cause="rebalance", result="moved") == len(moves))
+        assert not (await on.client.admin.rebalance_workers(room_tokens=2**20)).moves
+        assert await tokens_of(asked) == 2 * await undisturbed()
+        await on.quiet()
+
+
+async def test_worker_is_empty_before_it_is_gone() -> None:
+    async with workers("mixed", "mixed", "mixed", **SMALL_POOL) as on:
+        asked = await crowded(on)
+        first, *_ = on.engines
+        drained = await on.client.admin.drain_worker(first, by_seconds=2)
+        assert (drained.moved_sequences, drained.left_sequences) == (STREAMS, 0)
+        await eventually(lambda: on.handoffs(cause="drain", result="moved") >= 1)
+        assert drained.worker.state == admin_pb.WORKER_STATE_DRAINING
+        assert await tokens_of(asked) == await undisturbed()
+        await on.quiet()
+
+
+async def test_what_cannot_move_with_its_kv_leaves_at_the_end_of_the_time() -> None:
+    async with workers("mixed", "mixed") as on:
+        options: dict[str, Any] = {"num_return_sequences": 2, "temperature": 0.9, "seed": 5}
+        first, second = on.engines
+        await on.client.admin.drain_worker(second, finish_seconds=0)
+        asked = on.ask(PROMPT, max_tokens=TOKENS, **options)
+        await eventually(lambda: on.load(first).generated_tokens > 20)
+        await on.client.admin.resume_worker(second)
+        drained = await on.client.admin.drain_worker(first, by_seconds=1)
+        assert (drained.moved_sequences, drained.left_sequences) == (2, 0)
+        assert on.handoffs(cause="drain") == 0
+        (item,) = await asked
+        async with workers("mixed", timing={"step_ms": 0.0}) as alone:
+            (whole,) = await alone.ask(PROMPT, max_tokens=TOKENS, **options)
+        assert [s.token_ids for s in item.sequences] == [s.token_ids for s in whole.sequences]
+        await on.client.admin.resume_worker(first)
+        more = on.ask(PROMPT, max_tokens=5)
+        assert (await more)[0].error is None
+        await on.quiet()

@@ -1,0 +1,129 @@
+"""Plans of moves over snapshots of a fleet: each pays, and none is made that helps nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtmesh.router.movement.planner import PAYS, Site, Stream, emptied, evened, roomy
+from trtmesh.router.placement.snapshot import KvFacts
+
+KV = KvFacts(b"kind", frozenset({1}), 64, frozenset({1}))
+ADAPTER = (7, "v1")
+
+SITE = Site(
+    address="",
+    takes=True,
+    sequences=0,
+    most_sequences=100,
+    used_blocks=0,
+    total_blocks=1000,
+    tokens_per_block=16,
+    base_seconds=0.01,
+    sequence_seconds=0.001,
+    rank_seconds=0.0,
+    prefill_seconds=1e-4,
+    transfer_seconds=1e-6,
+    handoff_seconds=0.01,
+    kv=KV,
+    held=frozenset({ADAPTER}),
+)
+
+
+def sites(*sequences: int, blocks: int = 10, **changed: Any) -> list[Site]:
+    """Workers a, b, ... with so many sequences."""
+    return [
+        replace(
+            SITE,
+            address="abcdefgh"[n],
+            sequences=count,
+            used_blocks=count * blocks,
+            **changed,
+        )
+        for n, count in enumerate(sequences)
+    ]
+
+
+def streams(worker: str, count: int, **changed: Any) -> list[Stream]:
+    first = ord(worker) * 1000
+    made = Stream(0, worker, tokens=160, remaining=200)
+    return [replace(made, number=first + n, **changed) for n in range(count)]
+
+
+def test_crowded_worker_gives_streams_to_an_empty_one_until_both_are_even() -> None:
+    moves = evened(sites(10, 0), streams("a", 10), most=20)
+    assert {(move.sender, move.receiver) for move in moves} == {("a", "b")}
+    assert 3 <= len(moves) <= 5
+    assert all(move.gain_seconds >= PAYS * move.cost_seconds for move in moves)
+    assert len({each.number for move in moves for each in move.streams}) == len(moves)
+
+
+def test_nothing_moves_where_it_does_not_pay() -> None:
+    assert evened(sites(5, 5), [*streams("a", 5), *streams("b", 5)], most=20) == []
+    dear = sites(10, 0, transfer_seconds=1.0)
+    assert evened(dear, streams("a", 10), most=20) == []
+    short = streams("a", 10, remaining=1)
+    assert evened(sites(10, 0), short, most=20) == []
+
+
+def test_what_may_not_move_stays_and_full_or_other_workers_get_nothing() -> None:
+    assert evened(sites(10, 0), streams("a", 10, may_move=False), most=20) == []
+    crowded, empty = sites(10, 0)
+    for other in (
+        replace(empty, takes=False),
+        replace(empty, kv=None),
+        replace(empty, kv=KV._replace(compatibility_hash=b"other")),
+        replace(empty, used_blocks=990),
+        replace(empty, most_sequences=0),
+    ):
+        assert evened([crowded, other], streams("a", 10), most=20) == []
+
+
+def test_full_pool_gives_kv_to_one_with_space_though_steps_take_equally_long() -> None:
+    same = sites(9, 3, blocks=100, sequence_seconds=0.0)
+    moves = evened(same, [*streams("a", 9, tokens=1600), *streams("b", 3, tokens=1600)], most=20)
+    assert moves
+    assert {(move.sender, move.receiver) for move in moves} == {("a", "b")}
+
+
+def test_sequences_of_an_adapter_are_gathered_where_its_rank_costs_already() -> None:
+    fleet = sites(12, 12, sequence_seconds=0.0, rank_seconds=0.0005)
+    few = streams("a", 2, adapter=ADAPTER, rank=64)
+    others = [replace(each, number=each.number + 500) for each in streams("a", 10)]
+    many = streams("b", 12, adapter=ADAPTER, rank=64)
+    (move,) = evened(fleet, [*few, *others, *many], most=20)
+    assert {each.number for each in move.streams} == {each.number for each in few}
+    assert "adapter" in move.why
+    elsewhere = [fleet[0], replace(fleet[1], held=frozenset())]
+    assert evened(elsewhere, [*few, *others, *many], most=20) == []
+
+
+def test_room_is_made_by_the_fewest_moves_and_not_where_there_is_some() -> None:
+    full = sites(2, 2, 2, blocks=450)
+    held = [
+        *streams("a", 2, tokens=7200),
+        *streams("b", 1, tokens=4000),
+        *streams("c", 2, tokens=7200),
+    ]
+    assert roomy(full, held, tokens=1500) == []
+    spacious = [*full[:2], replace(full[2], used_blocks=100)]
+    moves = roomy(spacious, held, tokens=14_000)
+    assert [(move.sender, move.receiver) for move in moves] == []
+    moves = roomy(spacious, held, tokens=6000, only="a")
+    assert [(move.sender, move.receiver) for move in moves] == [("a", "c")]
+    assert roomy(full, held, tokens=6000, only="a") == []
+
+
+def test_what_ends_soon_makes_room_by_itself() -> None:
+    fleet = sites(1, 0, blocks=950)
+    assert roomy(fleet, streams("a", 1, tokens=15_000, remaining=1), 9000, "a") == []
+    assert len(roomy(fleet, streams("a", 1, tokens=15_000, remaining=900), 9000, "a")) == 1
+
+
+def test_leaving_worker_hands_over_what_pays_most_and_lets_the_rest_end() -> None:
+    (site, other) = sites(3, 0)
+    short, long = streams("a", 2)
+    short, long = replace(short, tokens=100), replace(long, tokens=5000)
+    ends = replace(short, number=1, remaining=10)
+    assert emptied(site, [short, ends, long], 2.0, other) == [long, short]
+    assert emptied(site, [short, ends, long], 0.01, other)[0] == long
