@@ -154,6 +154,7 @@ class Fleet:
     address: str
     router_metrics_port: int
     engine_metrics_ports: tuple[int, ...]
+    engine_pids: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -171,7 +172,9 @@ def fleet(engines: Sequence[Sequence[str]], *router_flags: str) -> Iterator[Flee
                         "--tokenizers", tokenizer["address"], *router_flags)  # fmt: skip
         wait_until_serving(router["address"])
         ports = [each["metrics_port"] for each in (router, *started)]
-        yield Fleet(router["address"], ports[0] or 0, tuple(port or 0 for port in ports[1:]))
+        of_engines = tuple(port or 0 for port in ports[1:])
+        pids = tuple(engine["pid"] for engine in started)
+        yield Fleet(router["address"], ports[0] or 0, of_engines, pids)
 
 
 @contextmanager

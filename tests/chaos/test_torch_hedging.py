@@ -1,0 +1,82 @@
+"""Engines with a real model freeze while streams with a grammar, an adapter, drafts and log-probabilities run: a second
+copy goes on, and no bit differs from an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from chaos.fragile import SAMPLED, Fragile, contents, fragile_mesh, log_probs
+from chaos.test_hedging import HEDGED
+from e2e.mesh import DEMO, eventually, scrape
+from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.client import GuidedDecodingConfig, GuideType
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ADAPTER = "unit-tests"
+ADAPTER_DIRECTORY = DEMO.parent / "demo-adapters" / ADAPTER
+PROMPTS = ["def fibonacci(n):", "class Stack:"]
+TOKENS = 120
+SCHEMA = """{"type": "object", "required": ["a"], "additionalProperties": false, "properties":
+ {"a": {"type": "array", "minItems": 40, "items": {"type": "integer"}}}}"""
+GUIDED = {
+    "guided_decoding": GuidedDecodingConfig(
+        guide_type=GuideType.GUIDE_TYPE_JSON_SCHEMA, guide=SCHEMA
+    )
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def exact() -> AsyncIterator[Fragile]:
+    flags = (
+        *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
+        *("--torch-adapters-host-bytes", str(1 << 28), "--torch-drafts", "suffix"),
+        *("--load-interval-seconds", "0.02"),
+    )
+    async with fragile_mesh(flags, router_flags=HEDGED) as fragile:
+        content = AdapterContent.read(ADAPTER_DIRECTORY, 1 << 28)
+        # Only a worker that holds the adapter takes a copy.
+        asked = admin_pb.AddAdapterRequest(name=ADAPTER, pinned=True)
+        await fragile.mesh.admin.upload_adapter(asked, content)
+
+        async def both_hold_it() -> bool:
+            (adapter,) = (await fragile.mesh.admin.list_adapters()).adapters
+            return len(adapter.workers) == 2
+
+        await eventually(both_hold_it)
+        yield fragile
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(GUIDED, id="guided"),
+        pytest.param(SAMPLED | {"adapter": ADAPTER, "ignore_end_id": True}, id="adapter"),
+    ],
+)
+async def test_second_copy_is_equal_to_the_bit(exact: Fragile, options: dict[str, Any]) -> None:
+    options = {**options, "max_tokens": TOKENS, "log_probs": True}
+    whole = await exact.mesh.client.complete(PROMPTS, **options)
+    before = await won(exact)
+    reader = exact.mesh.open(PROMPTS, **options)
+    await reader.until(lambda r: min(r.tokens(0), r.tokens(1)) > 8)
+    started = reader.items[0].started
+    assert started
+    exact.freeze(started.worker)
+    items = await reader.result()
+    assert contents(items) == contents(whole)
+    assert log_probs(items) == log_probs(whole)
+    assert await won(exact) > before
+    await exact.mend()
+    await exact.check_nothing_is_left()
+    samples = await scrape(exact.mesh.router)
+    assert samples["trtmesh_router_hedge_differences_total"] == 0
+
+
+async def won(fragile: Fragile) -> float:
+    samples = await scrape(fragile.mesh.router, outcome="won")
+    return samples.get("trtmesh_router_hedges_total", 0.0)
