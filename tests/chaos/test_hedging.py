@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 from chaos.fragile import contents
-from e2e.mesh import INSIDE, SIMULATED, WIDE_TOKENS, Mesh, StreamReader, running_mesh, scrape
+from cli.commands import trtmesh
+from compat.plain_http import PlainHttp, Reply
+from e2e.mesh import (
+    INSIDE,
+    SIMULATED,
+    WIDE_TOKENS,
+    Mesh,
+    StreamReader,
+    eventually,
+    running_mesh,
+    scrape,
+)
 from processes import ServiceProcess
 from trtmesh.client import ItemResult
 
@@ -128,6 +139,66 @@ async def test_second_worker_fails_as_well(
         for engine in (first, second):
             engine.signal(signal.SIGCONT)
         await scene.nothing_left()
+
+
+async def test_decode_worker_freezes_after_a_handoff() -> None:
+    """The copy computes its prompt at the other decode worker; commands tell what became of it."""
+    roles = [("--role", role) for role in ("prefill", "decode", "decode")]
+    options = {**SAMPLED, "max_tokens": TOKENS, "ignore_end_id": True, "request_id": "split"}
+    async with hedged(3, "--handoff-enabled", "always", flags=roles) as scene:
+        prompts = [prompt * 20 for prompt in PROMPTS]
+        expected = contents(await scene.mesh.client.complete(prompts, **options))
+        reader = scene.mesh.open(prompts, **options)
+        await reader.until(lambda r: all(r.tokens(index) > 20 for index in range(len(prompts))))
+        await freeze(scene.engines["engine-1"])
+        assert contents(await reader.result()) == expected
+        explained, top = await asyncio.gather(
+            *(
+                asyncio.to_thread(trtmesh, *command, "--admin", scene.mesh.router.admin_address)
+                for command in (("explain", "split"), ("top", "--count", "1"))
+            )
+        )
+        scene.engines["engine-1"].signal(signal.SIGCONT)
+        line = next(each for each in explained.stdout.splitlines() if "was late" in each)
+        assert "(stall) at token" in line
+        assert "on engine-1: copy on engine-2 won, " in line
+        assert " won, " in top.stdout.splitlines()[0]
+        await scene.nothing_left()
+
+
+CHAT = {"prompt": PROMPTS[0], "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+TRITON = {"text_input": PROMPTS[0], "max_tokens": TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", CHAT), ("/v2/models/ensemble/generate", TRITON)]
+)
+async def test_other_doors_have_the_same_items(path: str, body: Mapping[str, Any]) -> None:
+    async with hedged(2, "--http-port", "0") as scene:
+        http = PlainHttp(scene.mesh.router.http_address)
+        async with http:
+            expected = _text(await http.post(path, body))
+            engine, other = scene.engines.values()
+            # Whichever worker has the request next.
+            asked = asyncio.create_task(http.post(path, body))
+            await eventually(lambda: _runs(scene))
+            workers = (await scene.mesh.status()).workers
+            name = next(worker.worker for worker in workers if worker.items)
+            await freeze(scene.engines[name])
+            assert _text(await asked) == expected
+            for each in (engine, other):
+                each.signal(signal.SIGCONT)
+        assert await scene.counts("hedges", outcome="won") > 0
+        await scene.nothing_left()
+
+
+async def _runs(scene: Hedged) -> bool:
+    return any(worker.items for worker in (await scene.mesh.status()).workers)
+
+
+def _text(reply: Reply) -> str:
+    answer = reply.json
+    return str(answer["choices"][0]["text"] if "choices" in answer else answer["text_output"])
 
 
 async def test_client_leaves_while_two_copies_run() -> None:
