@@ -28,7 +28,7 @@ def told(*words: str) -> tuple[int, str]:
 
 def test_commands_stand_in_groups_with_examples() -> None:
     _, text = told("--help")
-    titles = [text.index(f" {title} {first} ") for title, first in (
+    titles = [text.index(f" {title}: {first} ") for title, first in (
         (SERVE, "up"), (USE, "generate"), (OPERATE, "status"), (PREPARE, "import-triton"),
     )]  # fmt: skip
     assert titles == sorted(titles)

@@ -23,12 +23,12 @@ from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.fleet.fleet import LONG_TOKENS
 from trtmesh.router.fleet.fleet import Fleet as RouterFleet
-from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import index
 from trtmesh.router.links.replica import LEAVING
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import Residency, WorkerSnapshot, load_guard
-from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS, Typical
+from trtmesh.router.placement import Residency, load_guard
+from trtmesh.router.placement.load_guard import LoadGuard
+from trtmesh.router.placement.rates import FALLBACK_NEW_TOKENS, FALLBACK_STEP_SECONDS, Report
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.requests.siblings import MAX_TOGETHER
 from trtmesh.router.router import WATCH_SECONDS
@@ -254,20 +254,33 @@ async def test_change_before_the_wait_begins_is_not_missed() -> None:
 
 
 async def test_workers_are_read_for_placements_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    snapshot = Worker.snapshot
+    read: list[int] = []
+    figures = LoadGuard.figures
 
-    def counted(self: Worker, typical: Typical) -> WorkerSnapshot:
-        read.append(self.address)
-        return snapshot(self, typical)
+    def counted(self: LoadGuard, *given: Any) -> Any:
+        read.append(id(self))
+        return figures(self, *given)
 
     async with fleet(*engines("one", "two", "three")) as on:
         for engine in on.engines:
             await told(on, engine, running_sequences=1)
         await asyncio.sleep(2 * WATCH_SECONDS)
-        monkeypatch.setattr(Worker, "snapshot", counted)
+        monkeypatch.setattr(LoadGuard, "figures", counted)
         await asyncio.sleep(10 * WATCH_SECONDS)
         assert not read
         on.start([5])
         await on.submitted(1)
         assert len({*read}) == len(on.engines)
+
+
+async def test_worker_with_a_new_load_is_read_as_a_whole_worker_is() -> None:
+    fleet, (worker,) = fleet_of(epb.WORKER_ROLE_MIXED)
+    (before,) = fleet.snapshot()
+    worker.guard.take_report(Report(1.0, running_sequences=3, used_blocks=50, total_blocks=100))
+    worker.guard.book(100, 2, asyncio.get_running_loop().time())
+    worker.last_turn = 7
+    fleet.loaded.add(worker.address)
+    (reloaded,) = fleet.snapshot()
+    fleet.touched.add(worker.address)
+    (whole,) = fleet.snapshot()
+    assert reloaded._replace(warmth=0) == whole._replace(warmth=0) != before._replace(warmth=0)

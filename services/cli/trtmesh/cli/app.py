@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -135,7 +134,16 @@ class Commands(LazyGroup):
             ctx.fail(f"No such command {args[0]!r}; did you mean `trtmesh {meant}`?")
         return super().resolve_command(ctx, args)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the commands by panel, as plain text: to import rich takes as long as all else of `--help`."""
+        for panel in (SERVE, USE, OPERATE, PREPARE):
+            rows = [(each.name, each.help) for each in self.lazy if each.rich_help_panel == panel]
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
     def _meant(self, name: str) -> str:
+        from difflib import get_close_matches
+
         return MEANT.get(name) or next(iter(get_close_matches(name, self.commands, n=1)), "")
 
 
@@ -144,6 +152,7 @@ app = typer.Typer(
     cls=Commands,
     epilog=EXAMPLES,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 

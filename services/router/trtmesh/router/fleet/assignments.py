@@ -311,7 +311,7 @@ class Steps:
         now = asyncio.get_running_loop().time()
         awaiting = self._guard.awaiting
         metrics: ModelMetrics | None = None
-        token_ids = list(step.token_ids)
+        token_ids = step.token_ids[:]
         position = 0
         for handle, offset, count in zip(
             step.handles, step.token_offsets, step.token_counts, strict=True

@@ -91,6 +91,8 @@ class Fleet:
         """Addresses of workers with a stale snapshot, since a worker may be replaced at its address."""
         self.loaded: set[str] = set()
         """Addresses of workers with a new load and no other change, several times in an item's life."""
+        self._outdated: set[str] = set()
+        """Addresses of workers to be read whole at the next placement: a tokenizer may have changed."""
         self.decisions = DecisionLog(EXPLAINED_DECISIONS)
         self.kv_index = KvIndex()
         self._metrics = metrics
@@ -172,9 +174,16 @@ class Fleet:
 
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
         """Every worker at this moment. Only workers touched since the last call are read again."""
-        if self.loaded or self.touched:
-            served = [self._read(address) for address in self.loaded | self.touched]
+        if self.loaded or self.touched or self._outdated:
+            whole = self.touched | self._outdated
+            for address in self.loaded - whole:
+                if (worker := self.workers.get(address)) is not None:
+                    typical = self._typical.get(worker.description.model, UNKNOWN)
+                    former = self._snapshots[address]
+                    self._snapshots[address] = worker.reloaded(former, typical)
+            served = [self._read(address) for address in whole]
             self.loaded.clear()
+            self._outdated.clear()
             if self.touched:
                 self.touched.clear()
                 self._longest.clear()
@@ -365,14 +374,14 @@ class Fleet:
         typical = self.typical(query.model)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
         sizes = self._block_sizes_of(query.model, blocks)
-        return query._replace(
-            cached_tokens=self._cached_tokens(query, blocks, sizes, now),
-            prefix=next(iter(blocks.hashes(min(sizes, default=0))), None),
-            has_roles=query.model in self._with_roles,
-            handoff_seconds=typical.handoff_seconds,
-            new_tokens=round(new_tokens * query.sequences),
-            adapter=query.adapter and self._seen(query.adapter, query.model, typical),
-            draw=random.getrandbits(32),
+        return query.completed(
+            query.adapter and self._seen(query.adapter, query.model, typical),
+            query.model in self._with_roles,
+            typical.handoff_seconds,
+            round(new_tokens * query.sequences),
+            self._cached_tokens(query, blocks, sizes, now),
+            next(iter(blocks.hashes(min(sizes, default=0))), None),
+            random.getrandbits(32),
         )
 
     def _seen(self, need: AdapterNeed, model: str, typical: Typical) -> AdapterNeed:
@@ -427,7 +436,7 @@ class Fleet:
             self._settle_at = now + SETTLE_SECONDS
             for model, shares in self._shares.items():
                 shares.settle(takers_of(self.snapshot(), model), self._typical[model])
-        self.loaded.update(self.workers)
+        self._outdated.update(self.workers)
 
     def _typical_of(self, model: str) -> Typical:
         rates = [w.guard.rates for w in self.workers.values() if w.description.model == model]

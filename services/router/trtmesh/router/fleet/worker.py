@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import (
@@ -262,8 +263,7 @@ class Worker(Replica):
 
     def snapshot(self, typical: Typical) -> WorkerSnapshot:
         """The worker with everything dispatched until now; stale after the next `touch`."""
-        now, able = asyncio.get_running_loop().time(), self.capabilities
-        most, token_bytes = self.description.max_batch_size, able.kv.token_bytes if able.kv else 0
+        able = self.capabilities
         return WorkerSnapshot(
             address=self.address,
             worker=self.name,
@@ -275,13 +275,25 @@ class Worker(Replica):
             max_sequences=able.max_sequences,
             max_beams=able.max_beams,
             tokens_per_block=able.tokens_per_block,
-            last_turn=self.last_turn,
             most_sequences=able.most_present,
             role=self.role,
             kv=able.kv,
-            refuses_handoffs=able.refuses_handoffs(self.load),
-            **self.guard.figures(typical, most, token_bytes, now),
+            **self._figures(typical),
         )
+
+    def reloaded(self, former: WorkerSnapshot, typical: Typical) -> WorkerSnapshot:
+        """The snapshot after a change of the load alone."""
+        return former.loaded(self._figures(typical))
+
+    def _figures(self, typical: Typical) -> dict[str, Any]:
+        """The fields of the load."""
+        now, able = asyncio.get_running_loop().time(), self.capabilities
+        most, token_bytes = self.description.max_batch_size, able.kv.token_bytes if able.kv else 0
+        return {
+            "last_turn": self.last_turn,
+            "refuses_handoffs": able.refuses_handoffs(self.load),
+            **self.guard.figures(typical, most, token_bytes, now),
+        }
 
     def submit(self, runs: Sequence[Held], command: pb.SubmitCommand, booking: Booking) -> None:
         """Starts sequences of an item under `booking` and fills in `command.handle`.

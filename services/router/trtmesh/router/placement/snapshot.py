@@ -78,7 +78,6 @@ class WorkerSnapshot(NamedTuple):
     """Why the worker takes no items, or ''."""
     supported_fields: frozenset[str]
     capabilities: frozenset[Capability] = frozenset(Capability)
-    adapters: WorkerAdapters = NO_ADAPTERS
     max_sequence_tokens: int = sys.maxsize
     """Most tokens of a sequence, prompt included."""
     max_sequences: int = sys.maxsize
@@ -87,12 +86,19 @@ class WorkerSnapshot(NamedTuple):
     """Most beams of an item."""
     tokens_per_block: int = 0
     """Tokens of a KV block; 0 without KV events."""
-    last_turn: int = 0
-    """Number of the last placement; 0 for none."""
-    sequences: int = 0
-    """Running and waiting sequences of all routers."""
     most_sequences: int = sys.maxsize
     """Most sequences, running and waiting, before the worker refuses more."""
+    role: Role = Role.MIXED
+    kv: KvFacts | None = None
+    """None without handoffs."""
+    # The load, in the order of `loaded`.
+    last_turn: int = 0
+    """Number of the last placement; 0 for none."""
+    refuses_handoffs: bool = False
+    """Whether too many blocks wait for reads of ended handoffs."""
+    adapters: WorkerAdapters = NO_ADAPTERS
+    sequences: int = 0
+    """Running and waiting sequences of all routers."""
     wait_seconds: float = 0.0
     """Predicted time until another prompt starts."""
     prefill_seconds: float = 0.0
@@ -106,36 +112,33 @@ class WorkerSnapshot(NamedTuple):
     warmth: float = 1.0
     """Progress of the slow start, from 0 to 1."""
     breaker_open: bool = False
-    role: Role = Role.MIXED
-    kv: KvFacts | None = None
-    """None without handoffs."""
     decoding_sequences: int = 0
     """Sequences that a prompt computed here delays at every chunk."""
     transfer_seconds: float = 0.0
     """Predicted time to receive the KV of a token."""
     receiving_tokens: int = 0
     """Tokens whose KV is to come from other workers."""
-    refuses_handoffs: bool = False
-    """Whether too many blocks wait for reads of ended handoffs."""
+
+    def loaded(self, load: Mapping[str, Any]) -> WorkerSnapshot:
+        """The worker under another load, by its fields in their order. To name all fields takes five times as long."""
+        return WorkerSnapshot._make((*self[:LOAD_AT], *load.values()))
+
+
+LOAD_AT = WorkerSnapshot._fields.index("last_turn")
 
 
 class PlacementQuery(NamedTuple):
     """The needs of an item, or of the rest of an item, on a worker. A tuple, as a snapshot is.
 
-    Query and fleet determine the decision, chance included, so that a decision can be repeated. The fleet adds
-    `has_roles`, `handoff_seconds`, `new_tokens`, `cached_tokens`, `prefix` and `draw` to the item's needs.
+    Query and fleet determine the decision, chance included, so that a decision can be repeated. The fleet adds the
+    fields from `adapter` on to the item's needs.
     """
 
     model: str
     fields: frozenset[str] = frozenset()
     phases: frozenset[Phase] = WHOLE
-    has_roles: bool = False
-    """Whether workers of the model have roles."""
-    handoff_seconds: float = 0.0
-    """Predicted time of a handoff beside the transfer."""
     wants: frozenset[Capability] = frozenset()
     """Capabilities preferred, but not at the price of the item."""
-    adapter: AdapterNeed | None = None
     prompt_tokens: int = 0
     """Tokens before the next new token, including tokens generated elsewhere."""
     sequences: int = 1
@@ -144,12 +147,6 @@ class PlacementQuery(NamedTuple):
     beams: int = 1
     max_tokens: int | None = None
     """Limit on new tokens per sequence."""
-    new_tokens: int = 0
-    """Expected new tokens of all sequences."""
-    cached_tokens: Mapping[str, int] = NOTHING
-    """Prompt tokens with reusable KV, by address of the worker."""
-    prefix: int | None = None
-    """Name of the prompt's first block; None without reusable KV."""
     exclude: Mapping[str, str] = NOTHING
     """Addresses of excluded workers, with the reason."""
     refused_by: Mapping[str, str] = NOTHING
@@ -162,5 +159,23 @@ class PlacementQuery(NamedTuple):
     """Address of the worker with the prefix of a sibling, or ''."""
     may_split: bool = True
     """Whether two workers may share the item, one for the prefill and one for the decode."""
+    adapter: AdapterNeed | None = None
+    has_roles: bool = False
+    """Whether workers of the model have roles."""
+    handoff_seconds: float = 0.0
+    """Predicted time of a handoff beside the transfer."""
+    new_tokens: int = 0
+    """Expected new tokens of all sequences."""
+    cached_tokens: Mapping[str, int] = NOTHING
+    """Prompt tokens with reusable KV, by address of the worker."""
+    prefix: int | None = None
+    """Name of the prompt's first block; None without reusable KV."""
     draw: int = 0
     """Random number in [0, 2**32) for sampling policies."""
+
+    def completed(self, *known: Any) -> PlacementQuery:
+        """The query with the fields of the fleet, in their order. `_replace` takes three times as long."""
+        return PlacementQuery._make((*self[:COMPLETED_AT], *known))
+
+
+COMPLETED_AT = PlacementQuery._fields.index("adapter")

@@ -86,13 +86,15 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             request_id=context.request_id,
             text=prompt.text,
             add_special_tokens=prompt.add_special_tokens,
-            words=words,
-            spelled_words=spelled_words,
-            stop_texts=stop_texts,
             skip_special_tokens=config.output.skip_special_tokens,
             max_token_ids=most,
-            chat=item.chat,
         )
+        if words or spelled_words or stop_texts:
+            command.words.extend(words)
+            command.spelled_words.extend(spelled_words)
+            command.stop_texts.extend(stop_texts)
+        if item.chat is not None:
+            command.chat.CopyFrom(item.chat)
         if len(text) >= HUGE_TEXT:
             # To copy it again, to send it, is work of another turn.
             await context.starting.turn_before_rest()
@@ -112,7 +114,8 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
                 tuple(ids.ids) for spelled in encoded.spelled_words for ids in spelled.spellings
             ]
         if prompt.text is not None:
-            token_ids = list(encoded.token_ids)
+            # A slice, since a list made by iteration takes half as long again.
+            token_ids = encoded.token_ids[:]
         if stop_texts:
             stop_vocabulary = encoded.stop_vocabulary
     if not token_ids:

@@ -28,7 +28,7 @@ EARLIEST_METRICS = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_t
 
 
 class ItemEvents:
-    """Events of an item.
+    """Events of an item, written in place: a message given to another one's constructor is serialized and parsed.
 
     Losses are reported from the tasks of workers, so their log lines bind owner and request id here.
     """
@@ -57,18 +57,20 @@ class ItemEvents:
         self._of_model.tokens_in += len(token_ids)
         self._of_model.queue.observe(queue_seconds)
         self._of_model.prompt_tokens.observe(len(token_ids))
-        echo = token_ids if with_prompt else ()
-        started = router_pb.ItemStarted(
-            seed=seed, prompt_tokens=len(token_ids), worker=worker.name, prompt_token_ids=echo
-        )
-        event = router_pb.GenerateEvent(batch_index=self._batch_index, item_started=started)
+        event = router_pb.GenerateEvent(batch_index=self._batch_index)
+        started = event.item_started
+        started.seed, started.prompt_tokens, started.worker = seed, len(token_ids), worker.name
+        if with_prompt:
+            started.prompt_token_ids.extend(token_ids)
         self._client.announce(event)
 
     def sequence_finished(self, run: SequenceRun, state: bytes | None = None) -> None:
         """A sequence ended; `state` is that of a first half."""
-        finished = router_pb.SequenceFinished(
-            reason=run.reason, generated_tokens=len(run.token_ids), stop_text=run.stop_text
-        )
+        event = router_pb.GenerateEvent(sequence_index=run.sequence_index)
+        finished = event.sequence_finished
+        finished.reason, finished.generated_tokens = run.reason, len(run.token_ids)
+        if run.stop_text is not None:
+            finished.stop_text = run.stop_text
         if state is not None:
             finished.handoff_state = state
         if (log_prob := run.cumulative_log_prob) is not None:
@@ -78,9 +80,6 @@ class ItemEvents:
                 finished.stop_token_ids.extend(run.ending.stop_token_ids)
             if run.ending.perf_metrics is not None:
                 finished.perf_metrics.CopyFrom(run.ending.perf_metrics)
-        event = router_pb.GenerateEvent(
-            sequence_index=run.sequence_index, sequence_finished=finished
-        )
         self._put(event)
 
     def finished(
@@ -131,10 +130,15 @@ class ItemEvents:
         perf_metrics: pb.PerfMetrics | None,
         receipt: receipt_pb.SignedReceipt | None = None,
     ) -> None:
-        finished = router_pb.ItemFinished(
-            reason=reason, usage=usage, perf_metrics=perf_metrics, receipt=receipt
-        )
-        self._put(router_pb.GenerateEvent(item_finished=finished))
+        event = router_pb.GenerateEvent()
+        finished = event.item_finished
+        finished.reason = reason
+        finished.usage.CopyFrom(usage)
+        if perf_metrics is not None:
+            finished.perf_metrics.CopyFrom(perf_metrics)
+        if receipt is not None:
+            finished.receipt.CopyFrom(receipt)
+        self._put(event)
         self._over = True
         self._of_model.finished[reason] += 1
 

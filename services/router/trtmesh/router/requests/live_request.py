@@ -59,12 +59,11 @@ class LiveRequest:
         seed = request.default_seed
         if seed is None:
             seed = int.from_bytes(urandom(8))
-        accepted = router_pb.RequestAccepted(
-            request_id=request.request_id, model=admitted.model, seed=seed
-        )
-        self.client = ClientStream(
-            router_pb.GenerateEvent(accepted=accepted), mesh.writes, Credit.of_a_client()
-        )
+        opening = router_pb.GenerateEvent()
+        accepted = opening.accepted
+        accepted.request_id, accepted.model = request.request_id, admitted.model
+        accepted.seed = seed
+        self.client = ClientStream(opening, mesh.writes, Credit.of_a_client())
         self.pace = Pace(client_limits, waiting, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
         self._paused = paused

@@ -498,22 +498,24 @@ def command_of(
     context: RequestContext, item: ItemRequest, encoded: EncodedItem
 ) -> engine_pb.SubmitCommand:
     """An item as a worker gets it, but for the prompt."""
-    return engine_pb.SubmitCommand(
+    command = engine_pb.SubmitCommand(
         request_id=context.request_id,
         batch_index=item.batch_index,
         timeout_ms=context.remaining_ms(),
-        config=worker_config(
-            item,
-            len(encoded.token_ids),
-            encoded.word_ids,
-            encoded.spelled_ids,
-            context.drawn_seed,
-            encoded.identity,
-        ),
         draw_index=item.draw_index,
         stop_vocabulary=encoded.stop_vocabulary,
         end_ids=encoded.end_ids,
     )
+    config = worker_config(
+        item,
+        len(encoded.token_ids),
+        encoded.word_ids,
+        encoded.spelled_ids,
+        context.drawn_seed,
+        encoded.identity,
+    )
+    command.config.CopyFrom(config)
+    return command
 
 
 def _submits(

@@ -96,26 +96,17 @@ class Unanswered:
     """
 
     def __init__(self) -> None:
-        self._batches: deque[DecodeBatch] = deque()
+        self.batches: deque[DecodeBatch] = deque()
+        """Read for every message."""
         self._looked_at: DecodeBatch | None = None
         self._looks = 0
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def add(self, batch: DecodeBatch) -> None:
-        self._batches.append(batch)
-
-    def take(self) -> DecodeBatch:
-        """The batch of the next answer."""
-        return self._batches.popleft()
-
     def clear(self) -> None:
-        self._batches.clear()
+        self.batches.clear()
         self.look()
 
     def look(self) -> None:
-        oldest = self._batches[0] if self._batches else None
+        oldest = self.batches[0] if self.batches else None
         self._looks = self._looks + 1 if oldest and oldest is self._looked_at else 0
         self._looked_at = oldest
 
@@ -245,7 +236,7 @@ class Tokenizer(Replica):
 
     @property
     def expecting(self) -> bool:
-        return bool(self._unanswered or self._jobs)
+        return bool(self._unanswered.batches or self._jobs)
 
     def encode(self, job: EncodeJob) -> None:
         """Takes a job; the answer, here or from another tokenizer after `on_lost`, goes to `job.done`."""
@@ -255,7 +246,8 @@ class Tokenizer(Replica):
         self._jobs[handle] = job
         size = job.command.ByteSize()
         job.tokenizer, job.looks, job.is_long = self, 0, size >= LONG_BYTES
-        self._close_dropped()
+        if self._dropped:
+            self._close_dropped()
         self._outbox.add(size).encode.CopyFrom(job.command)
 
     def withdraw(self, job: EncodeJob) -> None:
@@ -318,12 +310,12 @@ class Tokenizer(Replica):
 
     def _close_late(self) -> None:
         self._close_planned = False
-        self._close_dropped()
+        if self._dropped:
+            self._close_dropped()
 
     def _close_dropped(self) -> None:
-        if self._dropped:
-            self._outbox.add().close_decode.handles.extend(self._dropped)
-            self._dropped.clear()
+        self._outbox.add().close_decode.handles.extend(self._dropped)
+        self._dropped.clear()
 
     def _free_handle(self, used: dict[int, DecodedSequence] | dict[int, EncodeJob]) -> int:
         while True:
@@ -333,22 +325,23 @@ class Tokenizer(Replica):
 
     def _plan_flush(self) -> None:
         """Flushes after everything that arrived together was queued."""
-        if not self._flush_planned and len(self._unanswered) < UNANSWERED_DECODES:
+        if not self._flush_planned and len(self._unanswered.batches) < UNANSWERED_DECODES:
             self._flush_planned = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_planned = False
         waiting = self._waiting
-        if not waiting or len(self._unanswered) >= UNANSWERED_DECODES:
+        if not waiting or len(self._unanswered.batches) >= UNANSWERED_DECODES:
             return
         sequences = self._sequences
         if not self.expecting:
             self._heard()
         counts = [(sequences[handle], len(ids)) for handle, ids in waiting.items()]
         finished = [sequences[handle] for handle in self._finished]
-        self._unanswered.add(DecodeBatch(counts, finished))
-        self._close_dropped()
+        self._unanswered.batches.append(DecodeBatch(counts, finished))
+        if self._dropped:
+            self._close_dropped()
         for handle in self._unopened & waiting.keys():
             self._open_late(sequences[handle])
         decode = self._outbox.add().decode
@@ -425,9 +418,9 @@ class Tokenizer(Replica):
             self._look_at_jobs(self._encode_seconds / self._decode_seconds * LOOKS)
             if self._unanswered.overdue:
                 self._leave_unless_alone("tokens", self._decode_seconds)
-            if self._jobs and not self._unanswered:
+            if self._jobs and not self._unanswered.batches:
                 # Long texts are slow to encode; the answer to an empty batch proves a live process.
-                self._unanswered.add(DecodeBatch([], []))
+                self._unanswered.batches.append(DecodeBatch([], []))
                 self._outbox.add().decode.SetInParent()
 
     def _leave_unless_alone(self, unanswered: str, seconds: float) -> None:
@@ -467,7 +460,7 @@ class Tokenizer(Replica):
         """Gives each sequence its text. Runs for every token: no per-token objects, no logging."""
         stops = {stop.handle: stop for stop in decoded.stops} if decoded.stops else {}
         failures = {failure.handle: failure for failure in decoded.failures}
-        batch = self._unanswered.take()
+        batch = self._unanswered.batches.popleft()
         sequences = self._sequences
         if not len(batch.counts) == len(decoded.handles) == len(decoded.texts):
             raise ContractBroken(

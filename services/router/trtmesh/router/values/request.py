@@ -74,6 +74,9 @@ def with_texts(supported: Iterable[str]) -> frozenset[str]:
 Config: TypeAlias = tuple[GenerationConfig, pb.GenerationConfig]
 """A config, and its message for the worker."""
 
+UNCONFIGURED: Config = GenerationConfig(), pb.GenerationConfig()
+"""Of requests without a config."""
+
 
 @dataclass(frozen=True, slots=True)
 class ItemRequest:
@@ -137,6 +140,8 @@ class GenerationRequest:
 
     def drawing_by_seed(self, default_seed: int | None) -> GenerationRequest:
         """The request with draws that depend on the seed alone, where a seed is known, and not on the item."""
+        if default_seed is None and all(i.config.sampling.seed is None for i in self.items):
+            return self
         items = tuple(
             item
             if item.config.sampling.seed is None and default_seed is None
@@ -178,7 +183,7 @@ def parse_request(
     if len(message.items) > 1:
         _check_tokens(message.items)
     read_config = _read_large_config if is_large else _read_config
-    shared = read_config(message.config)
+    shared = read_config(message.config) if message.HasField("config") else UNCONFIGURED
     errors = dict(refused)
     items: list[ItemRequest] = []
     for batch_index, item in enumerate(message.items):

@@ -14,7 +14,13 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -50,6 +56,8 @@ from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH, GenerationReque
 from trtmesh.v1 import router_pb2 as router_pb
 
 T = TypeVar("T")
+
+NAMELESS = nullcontext()
 
 
 def _read(
@@ -141,12 +149,15 @@ class Generations:
                     async with aclosing(told.each):
                         yield told
 
-    @contextmanager
-    def _known(self, owner: Identity, name: str, running: LiveRequest | BlsLoop) -> Iterator[None]:
+    def _known(
+        self, owner: Identity, name: str, running: LiveRequest | BlsLoop
+    ) -> AbstractContextManager[None]:
         """Lets stops reach a request by the client's name, if it has one."""
-        key = (owner.name, name)
-        if name:
-            self._named[key] = running
+        return self._named_so((owner.name, name), running) if name else NAMELESS
+
+    @contextmanager
+    def _named_so(self, key: RequestKey, running: LiveRequest | BlsLoop) -> Iterator[None]:
+        self._named[key] = running
         try:
             yield
         finally:

@@ -62,7 +62,7 @@ def with_fitted_bias(call: Call, size: int) -> Call:
 
 def _has_only_decoder_start(call: Call) -> bool:
     """Whether each row has a single decoder id, as `preprocessing` emits without a decoder query."""
-    ids, lengths = (call.inputs.get(name) for name in DECODER_INPUTS)
+    ids, lengths = map(call.inputs.get, DECODER_INPUTS)
     starts = ids is not None and ids.row_shape == (1,)
     return starts and (lengths is None or set(lengths.elements) == {1})
 

@@ -136,7 +136,6 @@ class _InferStream:
         self._writing = asyncio.Lock()
         self._cut_off = False
         """Whether a write was cancelled half-way: the stream must end."""
-        self._room = asyncio.Semaphore(MOST_REQUESTS_OF_A_STREAM)
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_is_over = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -164,8 +163,6 @@ class _InferStream:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve_all(self, requests: AsyncIterator[Any]) -> None:
-        # Before a request is read: meanwhile it counts as unread bytes.
-        await self._room.acquire()
         async for request in requests:
             if self._context.half_closed:
                 # The last one needs no task of its own, and its end leaves with the end of the call. All calls that
@@ -178,15 +175,18 @@ class _InferStream:
             task.add_done_callback(self._on_done)
             # Its first step counts as time of this call, which then gives way to others.
             await asyncio.sleep(0)
-            await self._room.acquire()
-        while self._tasks:
+            # Before the next request is read: meanwhile it counts as unread bytes.
+            await self._wait_for_fewer_than(MOST_REQUESTS_OF_A_STREAM)
+        await self._wait_for_fewer_than(1)
+
+    async def _wait_for_fewer_than(self, requests: int) -> None:
+        while len(self._tasks) >= requests:
             self._one_is_over.clear()
             await self._one_is_over.wait()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._one_is_over.set()
-        self._room.release()
         failure = None if task.cancelled() else task.exception()
         if failure is not None and self._failure is None and self._reader is not None:
             self._failure = failure
