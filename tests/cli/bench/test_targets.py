@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
-from trtmesh.chassis.errors import SettingsError, TrtmeshError
+from trtmesh.chassis.errors import SettingsError, TrtmeshError, Unavailable
+from trtmesh.tools.bench.targets import opening
 from trtmesh.tools.bench.targets.http import parsed
 from trtmesh.tools.bench.targets.kserve import TokenCounts
-from trtmesh.tools.bench.targets.target import Url
+from trtmesh.tools.bench.targets.target import Connecting, Url
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,16 @@ def test_key_of_a_url_is_not_repeated() -> None:
     with pytest.raises(SettingsError) as refused:
         Url.parse("openai://sesame@a")
     assert "sesame" not in str(refused.value)
+
+
+@pytest.mark.parametrize("protocol", ["triton", "triton+http", "openai"])
+async def test_a_silent_server_is_given_up(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "CONNECT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = Url.parse(f"{protocol}://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(Unavailable, match=r"does not say what it serves within 0\.1 s"):
+            async with opening.opened(Connecting(url), 1):
+                pass
 
 
 @pytest.mark.parametrize(

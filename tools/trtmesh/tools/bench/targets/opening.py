@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -35,9 +36,17 @@ def open_target(connecting: Connecting) -> OpenTarget:
 
 @asynccontextmanager
 async def opened(connecting: Connecting, count: int) -> AsyncIterator[Sequence[Target]]:
-    """So many connections."""
+    """So many connections. Raises TrtmeshError, also where the server is silent."""
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(open_target(connecting)) for _ in range(count)]
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                own = [
+                    await stack.enter_async_context(open_target(connecting)) for _ in range(count)
+                ]
+        except TimeoutError as error:
+            why = f"{connecting.url} does not say what it serves within {CONNECT_SECONDS:g} s"
+            raise Unavailable(why) from error
+        yield own
 
 
 async def connect(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
