@@ -29,14 +29,7 @@ from typing import (
     get_origin,
 )
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 from trtmesh.chassis.config_file import SECTIONS, read_config_file, suggestion

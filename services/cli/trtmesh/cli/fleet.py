@@ -13,13 +13,7 @@ from trtmesh.cli.coming_back import followed
 from trtmesh.cli.completion import complete_policy, complete_worker
 from trtmesh.cli.output import local_time, say, say_error
 from trtmesh.cli.session import FAILED, OK, USAGE
-from trtmesh.cli.tables import (
-    moves_table,
-    role_word,
-    tokenizers_table,
-    worker_state,
-    workers_table,
-)
+from trtmesh.cli.tables import moves_table, role_word, tokenizers_table, worker_state, workers_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
 policy = typer.Typer(name="policy", help="The placement policy of a router.", no_args_is_help=True)

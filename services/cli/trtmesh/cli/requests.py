@@ -10,12 +10,7 @@ from trtmesh.chassis.errors import NotFound
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_request_id
 from trtmesh.cli.session import OK
-from trtmesh.cli.tables import (
-    candidates_table,
-    items_table,
-    requests_table,
-    short_version,
-)
+from trtmesh.cli.tables import candidates_table, items_table, requests_table, short_version
 from trtmesh.v1 import router_admin_pb2 as pb
 
 requests = typer.Typer(name="requests", help="The live requests of a router.", no_args_is_help=True)

@@ -9,14 +9,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from trtmesh.chassis.metrics import (
-    COUNTER,
-    HISTOGRAM,
-    TOKEN_BUCKETS,
-    Histogram,
-    Row,
-    families,
-)
+from trtmesh.chassis.metrics import COUNTER, HISTOGRAM, TOKEN_BUCKETS, Histogram, Row, families
 from trtmesh.v1 import generation_pb2 as pb
 
 PREFIX = "trtmesh_router_"

@@ -16,13 +16,7 @@ from trtmesh.chassis.rpc import ServedContext
 from trtmesh.tokenizer.chat.answers import TemplateReader
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.decoding.states import DecodeStates, Workload
-from trtmesh.tokenizer.encoding import (
-    EncodedTexts,
-    Encoder,
-    EncodeRequest,
-    Outcome,
-    UnreadRequest,
-)
+from trtmesh.tokenizer.encoding import EncodedTexts, Encoder, EncodeRequest, Outcome, UnreadRequest
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.v1 import tokenizer_pb2 as pb

@@ -7,12 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from trtmesh.chassis.errors import (
-    HandoffFailed,
-    InvalidField,
-    InvalidRequest,
-    Mismatch,
-)
+from trtmesh.chassis.errors import HandoffFailed, InvalidField, InvalidRequest, Mismatch
 from trtmesh.chassis.rpc import ServedContext, answering
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.handoff.checksums import checksum_of

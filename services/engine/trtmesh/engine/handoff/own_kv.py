@@ -10,12 +10,7 @@ from hashlib import blake2b
 from trtmesh.chassis.errors import HandoffFailed, InvalidField
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.backend import (
-    MAX_STATE_BYTES,
-    HandsOverBlocks,
-    HandsOverStates,
-    StateKind,
-)
+from trtmesh.engine.backend import MAX_STATE_BYTES, HandsOverBlocks, HandsOverStates, StateKind
 from trtmesh.engine.handoff.copying import Copying
 from trtmesh.engine.handoff.identity import DIGEST_BYTES, PROTOCOL_VERSION, KvKind
 from trtmesh.engine.handoff.messages import MessageMemory

@@ -7,14 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Generic
 
 from trtmesh.chassis.errors import HandoffFailed, QueueFull
-from trtmesh.engine.backend import (
-    Awaiting,
-    HandedOver,
-    HandoffNews,
-    Offered,
-    PartFinal,
-    Reserved,
-)
+from trtmesh.engine.backend import Awaiting, HandedOver, HandoffNews, Offered, PartFinal, Reserved
 from trtmesh.engine.handoff.identity import content_of
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK
 from trtmesh.engine.scheduling.leases import LeasedBlocks, Outgoing

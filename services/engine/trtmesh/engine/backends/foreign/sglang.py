@@ -12,10 +12,7 @@ from trtmesh.engine.backends.foreign.calls import CommonCalls, guide_of, samplin
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts
 from trtmesh.engine.backends.foreign.log_probs import asked_top
-from trtmesh.engine.backends.foreign.sampling import (
-    Draws,
-    banning,
-)
+from trtmesh.engine.backends.foreign.sampling import Draws, banning
 from trtmesh.v1.generation_fields import supported_by
 
 WHOLE_PROMPT, NO_PROMPT = 0, -1

@@ -11,11 +11,7 @@ from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, News
 from trtmesh.engine.backends.foreign.load import record_of
 from trtmesh.engine.backends.foreign.log_probs import asked_top
-from trtmesh.engine.backends.foreign.sampling import (
-    Draws,
-    banning,
-    int32_of,
-)
+from trtmesh.engine.backends.foreign.sampling import Draws, banning, int32_of
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1.generation_fields import supported_by
 

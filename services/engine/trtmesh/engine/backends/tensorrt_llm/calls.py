@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trtmesh.chassis.errors import (
-    HandoffFailed,
-    InvalidField,
-    InvalidRequest,
-    UnsupportedField,
-)
+from trtmesh.chassis.errors import HandoffFailed, InvalidField, InvalidRequest, UnsupportedField
 from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding, IdSequence
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.tensorrt_llm.fields import PLAIN

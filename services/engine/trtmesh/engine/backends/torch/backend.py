@@ -34,11 +34,7 @@ from trtmesh.engine.backends.torch.drafts.drafting import DraftCounts
 from trtmesh.engine.backends.torch.guided.grammars import GuideCounts
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.backends.torch.sequence import (
-    Sequence,
-    is_shared,
-    sequences_of,
-)
+from trtmesh.engine.backends.torch.sequence import Sequence, is_shared, sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.v1 import generation_pb2 as pb

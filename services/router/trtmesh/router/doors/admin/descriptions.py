@@ -17,12 +17,7 @@ from trtmesh.router.hedging.race import HedgeRecord
 from trtmesh.router.links.replica import Replica, ReplicaState
 from trtmesh.router.movement.movement import StreamMove
 from trtmesh.router.placement import AdapterNeed
-from trtmesh.router.placement.place import (
-    Candidate,
-    CandidateAdapter,
-    Decision,
-    DecisionRecord,
-)
+from trtmesh.router.placement.place import Candidate, CandidateAdapter, Decision, DecisionRecord
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.streams.sequence import SequenceRun

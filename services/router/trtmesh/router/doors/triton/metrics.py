@@ -12,12 +12,7 @@ from typing import Literal, NamedTuple
 
 from trtmesh.chassis.metrics import Histogram
 from trtmesh.router.doors.triton.models import MODEL_VERSION
-from trtmesh.router.doors.triton.statistics import (
-    FAILURE_REASONS,
-    Counts,
-    Statistics,
-    TokenLengths,
-)
+from trtmesh.router.doors.triton.statistics import FAILURE_REASONS, Counts, Statistics, TokenLengths
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.v1 import engine_pb2 as engine_pb
