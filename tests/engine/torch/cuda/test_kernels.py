@@ -20,8 +20,10 @@ from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import (
     known_tokens,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.layers import (
+    Scale,
     gated_silu,
     norm,
+    norm_heads,
     norm_reference,
     turn,
 )
@@ -45,6 +47,19 @@ def test_norm(device: torch.device) -> None:
     expected = norm_reference(part, weight, 1e-5)
     torch.testing.assert_close(norm(part, weight, 1e-5), expected)
     torch.testing.assert_close(norm(part, weight, 1e-5, added), added + expected)
+
+
+@pytest.mark.parametrize(("count", "queries"), [(3, 2), (8, 7), (20, 16)])
+def test_norm_of_heads(count: int, queries: int, device: torch.device) -> None:
+    scales = [Scale(torch.randn(24, device=device), 1e-5) for _ in range(2)]
+    # The values follow the keys.
+    whole = torch.randn(5, count + 2, 24, device=device)
+    whole[0] *= 1e-3
+    expected = whole.clone()
+    for part, scale in zip((slice(queries), slice(queries, count)), scales, strict=True):
+        expected[:, part] = norm_reference(whole[:, part], scale.weight, scale.epsilon)
+    norm_heads(whole[:, :count], queries, *scales)
+    torch.testing.assert_close(whole, expected)
 
 
 def test_gated_silu(device: torch.device) -> None:

@@ -6,7 +6,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale, gated_silu, norm, turn
+from trtmesh.engine.backends.torch.cuda.kernels.layers import (
+    Scale,
+    gated_silu,
+    norm,
+    norm_heads,
+    turn,
+)
 from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows
 from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     Updates,
@@ -44,7 +50,15 @@ class KernelNorm(Norm):
 
 
 class KernelRotation(Rotation):
-    """Turns queries and keys in a single operation."""
+    """Norms queries and keys, and turns them, in a single operation each."""
+
+    def norm(self, heads: Tensor, queries: int, of_queries: nn.Module, of_keys: nn.Module) -> None:
+        if isinstance(of_queries, KernelNorm) and isinstance(of_keys, KernelNorm):
+            scale, of_key = of_queries.scale(), of_keys.scale()
+            if scale.epsilon == of_key.epsilon:
+                norm_heads(heads, queries, scale, of_key)
+                return
+        super().norm(heads, queries, of_queries, of_keys)
 
     def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         turn(heads, cos[0], sin[0])

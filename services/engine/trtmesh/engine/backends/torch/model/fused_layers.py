@@ -38,10 +38,15 @@ class FusedMlp(nn.Module):
 
 
 class Rotation:
-    """The rotary embedding of queries and keys; prepared once per step for all layers."""
+    """The norms and the rotary embedding of queries and keys; the latter prepared once per step for all layers."""
 
     def __init__(self) -> None:
         self._given: Tensor | None = None
+
+    def norm(self, heads: Tensor, queries: int, of_queries: nn.Module, of_keys: nn.Module) -> None:
+        """Replaces `heads` [tokens, heads, head_dim], `queries` of queries and then those of keys, by their norms."""
+        for each, norm in ((heads[:, :queries], of_queries), (heads[:, queries:], of_keys)):
+            each.copy_(norm(each))
 
     def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Turns `heads` [tokens, heads, head_dim] in place; `cos` and `sin` are [1, tokens, turned dimensions].
@@ -117,9 +122,7 @@ class FusedAttention(nn.Module):
         qkv = qkv.view(self._shape)
         queries = qkv[:, : self._heads]
         if self.q_norm is not None and self.k_norm is not None:
-            keys = qkv[:, self._heads : self._turned]
-            queries.copy_(self.q_norm(queries))
-            keys.copy_(self.k_norm(keys))
+            self._rotation.norm(qkv[:, : self._turned], self._heads, self.q_norm, self.k_norm)
         kv = qkv[:, self._heads :]
         if attention.turns:
             attended = attention.attend_turning(self._layer, queries, kv, self._rule, angles)

@@ -11,6 +11,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 
+HEADS = 8
+"""Heads of a program, in a norm of heads."""
 MOST_COLUMNS = 1024
 """Of a program, in an elementwise kernel."""
 
@@ -76,6 +78,61 @@ def norm_reference(given: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = given.double()
     length = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * length * weight.double()).to(given.dtype)
+
+
+@triton.jit
+def _norm_heads(
+    heads,
+    of_queries,
+    of_keys,
+    token_stride,
+    head_stride,
+    epsilon,
+    queries,
+    count,
+    dim,
+    at_once: tl.constexpr,
+    columns: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Program: (token, `at_once` heads)."""
+    if overlaps:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    h = (tl.program_id(1) * at_once + tl.arange(0, at_once))[:, None]
+    d = tl.arange(0, columns)[None, :]
+    w = tl.where(
+        h < queries,
+        tl.load(of_queries + d, mask=d < dim, other=0.0),
+        tl.load(of_keys + d, mask=d < dim, other=0.0),
+    )
+    if overlaps:
+        gdc_wait()
+    there = (h < count) & (d < dim)
+    place = heads + token * token_stride + h * head_stride + d
+    x = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / dim + epsilon)[:, None] * w
+    tl.store(place, y.to(heads.dtype.element_ty), mask=there)
+
+
+def norm_heads(heads: Tensor, queries: int, of_queries: Scale, of_keys: Scale) -> None:
+    """Replaces `heads` [tokens, heads, dim] by their norms, `of_queries` the first `queries` heads and `of_keys` the
+    others. The norms have one epsilon."""
+    tokens, count, dim = heads.shape
+    _norm_heads[(tokens, triton.cdiv(count, HEADS))](
+        heads,
+        of_queries.weight,
+        of_keys.weight,
+        heads.stride(0),
+        heads.stride(1),
+        of_queries.epsilon,
+        queries,
+        count,
+        dim,
+        at_once=HEADS,
+        columns=triton.next_power_of_2(dim),
+        **overlap(heads.device),
+    )
 
 
 @triton.jit
