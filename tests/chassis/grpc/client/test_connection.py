@@ -25,6 +25,7 @@ from chassis.grpc.server.wire import Breach, Wire, message
 from chassis.withheld_turns import WithheldTurns
 from trtmesh.chassis.errors import Unavailable
 from trtmesh.chassis.grpc.client import ClientCall, connected
+from trtmesh.chassis.grpc.client.connection import SHORT_BYTES
 from trtmesh.chassis.http2 import connection as http2_connection
 from trtmesh.chassis.http2.frames import (
     END_HEADERS,
@@ -153,6 +154,34 @@ async def test_a_connection_takes_the_turns_that_it_shares(peer: Peer) -> None:
     assert not connecting.done()
     turns.give()
     await connecting
+
+
+@pytest.mark.parametrize(("size", "waits"), [(100, False), (SHORT_BYTES, True)])
+async def test_a_short_message_alone_takes_no_turn(peer: Peer, *, size: int, waits: bool) -> None:
+    turns = WithheldTurns()
+
+    async def give() -> None:
+        while True:
+            turns.give()
+            await asyncio.sleep(0)
+
+    giving = asyncio.create_task(give())
+    async with connected(peer.address, MOST_BYTES, PATIENCE_SECONDS, turns=turns) as connection:
+        wire = await peer.wire()
+        call = connection.open(method("Wait"))
+        await wire.next(FrameType.HEADERS, stream=1)
+        wire.send(headers(wire, 1, HEAD))
+        while not call.headers_received:  # noqa: ASYNC110 - a flag sets no event
+            await asyncio.sleep(0)
+        giving.cancel()
+        reading = asyncio.create_task(call.read())
+        wire.send(wire.data(1, bytes(size), 0))
+        while not (turns.asked or reading.done()):  # noqa: ASYNC110 - a list sets no event
+            await asyncio.sleep(0)
+        waited = bool(turns.asked)
+        turns.give()
+        assert await reading == bytes(size)
+        assert waited == waits
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
