@@ -137,11 +137,11 @@ def routers(
 
 
 def samples(metrics_port: int | None) -> dict[str, float]:
-    """The metrics of a process; a histogram's by name and bound."""
+    """The metrics of a process by name; a histogram's by name and bound, those with a reason by name and reason."""
     with urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as response:
         text = response.read().decode()
     return {
-        sample.name + sample.labels.get("le", ""): sample.value
+        sample.name + sample.labels.get("le", "") + sample.labels.get("reason", ""): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }

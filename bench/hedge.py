@@ -31,7 +31,10 @@ from _stack import Fleet, fleet, samples
 from trtmesh.chassis.grpc.client import ClientConnection
 from trtmesh.v1 import router_pb2 as router_pb
 
-WORKERS, BATCH, STEP_MS, PREFILL_RATE = 3, 8, 10.0, 20_000
+WORKERS, BATCH, MOST_BATCH, PREFILL_RATE = 3, 16, 48, 20_000
+"""A worker is at its capacity with BATCH sequences, where a step takes `step_ms`; it takes more, and gets slower."""
+FIXED_SHARE = 0.6
+"""Of such a step, whatever the batch."""
 PROMPT_TOKENS, TOKENS = (64, 256), (32, 96)
 """Fewest and most of a request."""
 STALL_SECONDS = 2.0
@@ -39,9 +42,9 @@ WARM_SECONDS = 3.0
 BURST_SHARE = 0.2
 FAULTS = ("stall", "half", "bursts", "even")
 ENGINE = (
-    *("--backend", "simulated", "--simulated-timing-step-ms", str(STEP_MS)),
+    *("--backend", "simulated"),
     *("--simulated-timing-prefill-tokens-per-second", str(PREFILL_RATE)),
-    *("--simulated-limits-max-batch-size", str(BATCH)),
+    *("--simulated-limits-max-batch-size", str(MOST_BATCH)),
 )
 HALF = ("--simulated-faults-slow-after-steps", "1", "--simulated-faults-slow-factor", "2")
 DOOR = Native()
@@ -56,18 +59,23 @@ class Arrival:
     tokens: int
 
 
-def capacity() -> float:
+def capacity(step_ms: float) -> float:
     """Requests a second of all workers, if their batches were always full."""
     prompt, tokens = sum(PROMPT_TOKENS) / 2, sum(TOKENS) / 2
     # A prompt holds up the whole batch of its worker.
-    seconds = tokens * STEP_MS / 1000 / BATCH + prompt / PREFILL_RATE
+    seconds = tokens * step_ms / 1000 / BATCH + prompt / PREFILL_RATE
     return WORKERS / seconds
 
 
-def arrivals(load: float, seconds: float, *, bursts: bool) -> Iterator[Arrival]:
+def _steps(step_ms: float) -> Sequence[str]:
+    each = (1 - FIXED_SHARE) * step_ms / BATCH
+    fixed = ("--simulated-timing-step-ms", str(FIXED_SHARE * step_ms))
+    return (*fixed, "--simulated-timing-step-ms-per-sequence", str(each))
+
+
+def arrivals(rate: float, seconds: float, *, bursts: bool) -> Iterator[Arrival]:
     """The same ones for each side."""
     draw, at = random.Random(1), 0.0
-    rate = load * capacity()
     while (at := at + draw.expovariate(rate)) < seconds:
         when = float(int(at)) if bursts and draw.random() < BURST_SHARE else at
         prompt = [draw.randrange(8, 32000) for _ in range(draw.randint(*PROMPT_TOKENS))]
@@ -110,16 +118,18 @@ async def no_stall() -> AsyncIterator[None]:
 
 
 async def side(
-    fault: str, load: float, seconds: float, period: float, *, hedged: bool
+    fault: str, load: float, seconds: float, period: float, step_ms: float, *, hedged: bool
 ) -> tuple[Figures, list[list[int]]]:
     """One run: figures, and the tokens of each request."""
+    ordinary = (*ENGINE, *_steps(step_ms))
     engines = [
-        (*ENGINE, *(HALF if fault == "half" and not number else ())) for number in range(WORKERS)
+        (*ordinary, *HALF) if fault == "half" and not n else ordinary for n in range(WORKERS)
     ]
     flags = ("--hedge-enabled", "true") if hedged else ()
     with fleet(engines, *flags) as mesh:
         planned = sorted(
-            arrivals(load, WARM_SECONDS + seconds, bursts=fault == "bursts"), key=lambda a: a.at
+            arrivals(load * capacity(step_ms), WARM_SECONDS + seconds, bursts=fault == "bursts"),
+            key=lambda a: a.at,
         )
         streams = [Stream() for _ in planned]
         disturbed = stalling(mesh.engine_pids[0], period) if fault == "stall" else no_stall()
@@ -159,18 +169,20 @@ def _times(streams: Sequence[Stream]) -> Figures:
 
 
 def _costs(mesh: Fleet) -> Figures:
-    seen = samples(mesh.router_metrics_port)
-    delivered = sum(
-        value for name, value in seen.items() if name == "trtmesh_router_tokens_out_total"
-    )
-    wasted = seen["trtmesh_router_hedge_wasted_tokens_total"]
+    prefix, seen = "trtmesh_router_hedge", samples(mesh.router_metrics_port)
+    delivered = seen["trtmesh_router_tokens_out_total"]
+    wasted, copied = (seen[f"{prefix}_{name}_tokens_total"] for name in ("wasted", "copied"))
+    refused = f"{prefix}s_refused_total"
     return {
         "extra_tokens_percent": round(100 * wasted / delivered, 2),
-        "copied_tokens_percent": round(
-            100 * seen["trtmesh_router_hedge_copied_tokens_total"] / delivered, 2
-        ),
-        "saved_seconds": round(seen["trtmesh_router_hedge_saved_seconds_total"], 1),
-        "differences": seen["trtmesh_router_hedge_differences_total"],
+        "copied_tokens_percent": round(100 * copied / delivered, 2),
+        "saved_seconds": round(seen[f"{prefix}_saved_seconds_total"], 1),
+        "differences": seen[f"{prefix}_differences_total"],
+        "refused": {
+            name.removeprefix(refused): count
+            for name, count in seen.items()
+            if name.startswith(refused)
+        },
     }
 
 
@@ -180,11 +192,12 @@ async def main(
     loads: tuple[float, ...] = (0.5, 0.7, 0.9),
     seconds: float = 60.0,
     period: float = 30.0,
+    step_ms: float = 10.0,
 ) -> None:
     found: dict[str, dict[str, Figures]] = {}
     for fault in faults:
         for load in loads:
-            name, timing = f"{fault} at {load:.0%}", (fault, load, seconds, period)
+            name, timing = f"{fault} at {load:.0%}", (fault, load, seconds, period, step_ms)
             plain, expected = await side(*timing, hedged=False)
             hedged, tokens = await side(*timing, hedged=True)
             if tokens != expected:

@@ -25,6 +25,7 @@ from e2e.mesh import (
 )
 from processes import ServiceProcess
 from trtmesh.client import ItemResult
+from trtmesh.router.hedging.lateness import Budget
 
 HEDGED = (
     *("--hedge-enabled", "true", "--placement-policy", "round_robin"),
@@ -66,6 +67,13 @@ class Hedged:
     async def warm(self) -> None:
         """Has the router learn the pace of its workers."""
         await self.mesh.client.complete(PROMPTS * 2, max_tokens=80, ignore_end_id=True)
+
+    async def budget_kept(self) -> None:
+        wasted, delivered = [
+            await self.counts(name) for name in ("hedge_wasted_tokens", "tokens_out")
+        ]
+        print(f"{wasted:.0f} of {delivered:.0f} tokens computed twice")
+        assert wasted <= 0.02 * delivered + Budget.FIRST
 
     async def nothing_left(self) -> None:
         await self.mesh.idle()
@@ -226,10 +234,31 @@ async def test_sequences_leave_a_worker_at_a_tenth_of_its_speed() -> None:
             items: Sequence[ItemResult] = await scene.mesh.client.complete(PROMPTS, **options)
             expected = expected or contents(items)
             assert contents(items) == expected
+        assert await scene.counts("hedges", cause="slow", outcome="won") > 0
+        await scene.budget_kept()
+        await scene.nothing_left()
+
+
+async def test_every_fault_at_once() -> None:
+    """A worker is slow, one freezes, one dies, and one freezes later."""
+    slow = ("--simulated-faults-slow-after-steps", "400", "--simulated-faults-slow-factor", "10")
+    kinds = [
+        {**options, "max_tokens": TOKENS * 2, "ignore_end_id": True} for options in KINDS.values()
+    ]
+    async with hedged(6, flags=[slow]) as scene:
+        expected = [contents(await scene.mesh.client.complete(PROMPTS, **kind)) for kind in kinds]
+        readers = [scene.mesh.open(PROMPTS, **kind) for kind in kinds]
+        for reader in readers:
+            await reader.until(lambda r: all(item.started for item in r.items))
+        _, first, dying, later, *_ = scene.engines.values()
+        await freeze(first)
+        await scene.mesh.counted("hedges", 1)
+        await kill(dying)
+        await freeze(later)
+        first.signal(signal.SIGCONT)
+        for reader, whole in zip(readers, expected, strict=True):
+            assert contents(await reader.result()) == whole
+        later.signal(signal.SIGCONT)
         assert await scene.counts("hedges", outcome="won") > 0
-        wasted, delivered = (
-            await scene.counts("hedge_wasted_tokens"),
-            await scene.counts("tokens_out"),
-        )
-        print(f"{wasted:.0f} of {delivered:.0f} tokens computed twice")
+        await scene.budget_kept()
         await scene.nothing_left()

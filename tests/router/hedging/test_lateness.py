@@ -118,9 +118,11 @@ WELL = Peer("a", ("m", "f"), True, True, False, 3, 8, 0, 0.0, 0.2)
         ({"used_share": 0.95}, Obstacle.KV_FULL),
         ({"sequences": 8}, Obstacle.BUSY),
         ({"sequences": 800, "most_running": 0}, None),
-        ({"waiting": 1}, Obstacle.BUSY),
+        ({"waiting": 1, "most_running": 0}, Obstacle.BUSY),
+        # It was submitted during a step.
+        ({"waiting": 1}, None),
         ({"wait_seconds": 0.2}, Obstacle.BUSY),
-        ({"is_exact": False, "waiting": 1}, Obstacle.NOT_EXACT),
+        ({"is_exact": False, "wait_seconds": 1.0}, Obstacle.NOT_EXACT),
     ],
 )
 def test_peer_takes_no_copies_because(change: dict[str, Any], why: Obstacle | None) -> None:

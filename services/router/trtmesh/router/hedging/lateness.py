@@ -26,7 +26,7 @@ SLOW_FACTOR = 2.5
 
 MOST_USED = 0.9
 """Share of used KV blocks from which a worker takes no copies: they would push out the prefixes of others."""
-MOST_WAIT_SECONDS = 0.05
+MOST_WAIT_SECONDS = 0.1
 """Longest predicted wait of a copy before it starts."""
 
 
@@ -160,8 +160,9 @@ def obstacle(first: Peer, other: Peer) -> Obstacle | None:
         return Obstacle.LATE
     if other.used_share > MOST_USED:
         return Obstacle.KV_FULL
-    full = bool(other.most_running) and other.sequences >= other.most_running
-    if full or other.waiting or other.wait_seconds > MOST_WAIT_SECONDS:
+    # What was submitted during a step waits for its end: that is no queue.
+    full = other.sequences >= other.most_running if other.most_running else bool(other.waiting)
+    if full or other.wait_seconds > MOST_WAIT_SECONDS:
         return Obstacle.BUSY
     return None
 
