@@ -8,19 +8,23 @@ warm-up.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import psutil
-from _load import run_bench
+from _options import options_of
 
-# The faulty mesh is the tests' own.
+# The faulty mesh is the tests' own, whose processes are forked from those of a run.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+os.environ.setdefault("TESTED_FORKS", tempfile.mkdtemp(prefix="trtmesh-forks-"))
 
 from chaos.faulty_mesh import Peer, faulty_mesh
 from chaos.test_random_faults import policies_of, request, suffer
@@ -59,10 +63,11 @@ def growth_bytes(samples: list[Sample]) -> int:
 
 
 async def main(*, seconds: float = 900.0, seed: int = 1) -> None:
-    wrong, samples, worst_seconds, started = list[str](), list[Sample](), 0.0, time.monotonic()
+    wrong, samples, worst_seconds = list[str](), list[Sample](), 0.0
     async with faulty_mesh() as mesh, mesh.client(0) as client:
         # The first router is measured for the whole run.
         names = sorted(name for name in mesh.faults if "router" not in name)
+        started = time.monotonic()
         while not wrong and (passed := time.monotonic() - started) < seconds:
             draw = random.Random(seed + len(samples))
             drawn = [request(draw) for _ in range(REQUESTS)]
@@ -94,4 +99,5 @@ async def main(*, seconds: float = 900.0, seed: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    run_bench(main)
+    # Proxies write to connections that are lost, which uvloop takes for an error.
+    asyncio.run(main(**options_of(main)))

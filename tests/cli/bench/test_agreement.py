@@ -27,7 +27,7 @@ pytestmark = pytest.mark.clients
 
 STEP_MS, TOKENS = 20.0, 64
 LEVELS = (1, 8, 32)
-ROUNDS, SECONDS = 2, 6.0
+ROUNDS, SECONDS = 3, 15.0
 """Turns of each tool, and about how long each of them lasts."""
 MOST_MS, MOST_SHARE = 1.0, 0.02
 RUN_SECONDS = 600.0
