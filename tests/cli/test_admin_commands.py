@@ -122,7 +122,15 @@ def test_watch_prints_drain_resume_add_and_remove(router: str, admin: str) -> No
                 trtmesh("requests", "show", "moving", "--admin", admin, "--json").stdout
             )
             assert {s["worker"] for i in told["items"] for s in i["sequences"]} == {"engine-0"}
+            by = trtmesh("workers", "drain", "engine-1", "--by", "1s", "--admin", admin)
+            assert by.returncode == 0, by.stderr
+            assert "sequences: 0 ended, 0 moved" in by.stdout
+            soon = trtmesh("workers", "drain", "engine-1", "--by", "soon", "--admin", admin)
+            assert soon.returncode == 2
+            assert "no time such as 20s" in soon.stderr
         resumed = trtmesh("workers", "resume", "engine-1", "--admin", admin)
+        planned = trtmesh("workers", "rebalance", "--dry-run", "--admin", admin)
+        assert planned.stdout.splitlines()[-1] == "0 moves, planned"
         assert (resumed.returncode, resumed.stderr) == (0, "")
         assert (
             trtmesh("workers", "add", "127.0.0.1:1", "--wait", "0", "--admin", admin).returncode

@@ -35,15 +35,12 @@ import torch
 state = {{"done": False}}
 
 def flip_weights(module):
-    # The top bit of the exponent of an element, as of a memory cell that is stuck.
-    weight = next(p for p in module.parameters() if p.dim() == 2 and p.shape[0] != p.shape[1])
-    weight.data.view(torch.int32)[0, 0] ^= 1 << 30
-    print("flipped a weight", flush=True)
+    # A bit of an exponent, as of a memory cell that is stuck.
+    module.weight.data.view(torch.int32)[{token}, 0] ^= 1 << 25
 
 def flip_kv(module):
     pools = [t for t in gc.get_objects() if torch.is_tensor(t) and t.dim() == 6]
-    for pool in pools:
-        pool.data.neg_()
+    max(pools, key=torch.Tensor.numel).data.neg_()
 
 def hook(module, positional):
     if not state["done"] and isinstance(module, torch.nn.Embedding) and os.path.exists({flag!r}):

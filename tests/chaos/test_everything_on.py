@@ -1,0 +1,118 @@
+"""Kills, freezes and drains while streams are hedged, moved, compared and receipted: every stream is as undisturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chaos.fragile import contents
+from chaos.steady_streams import steady_streams
+from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
+from process_constants import constants
+from router.adapters.contents_of import content
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.v1 import router_admin_pb2 as admin_pb
+
+NAMES = ("one", "two", "three", "four")
+ENGINE = (
+    *SIMULATED,
+    *("--simulated-kv-cache-total-blocks", "220", "--simulated-kv-cache-tokens-per-block", "16"),
+    *("--simulated-adapters-slots", "4", "--simulated-timing-step-ms-per-sequence", "0.2"),
+)
+ROUTER = (
+    *("--canary-share", "1", "--defragment", "true", "--hedge-enabled", "true"),
+    *("--retries-worker-wait-seconds", "60", *constants(max_lost_workers=100, lease_seconds=1)),
+)
+PROMPT = list(range(300, 460))
+TOKENS = 260
+FREEZE_SECONDS = 1.0
+
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"max_tokens": TOKENS},
+    "sampled": {"max_tokens": TOKENS, "temperature": 0.9, "seed": 3},
+    "several": {"max_tokens": 120, "temperature": 0.8, "seed": 5, "num_return_sequences": 3},
+    "adapter": {"max_tokens": TOKENS, "adapter": "tiny"},
+    "stops": {"max_tokens": TOKENS, "stop_texts": ["ee", "tt"], "min_tokens": 40},
+}
+
+
+async def start(folder: Path, mesh: Mesh) -> None:
+    await asyncio.gather(
+        mesh.start_tokenizer(), *(mesh.start_engine(*ENGINE, "--worker", name) for name in NAMES)
+    )
+    await mesh.start_router(*ROUTER, "--receipts-file", str(folder / "receipts.jsonl"))
+    await mesh.ready(len(NAMES), 1)
+
+
+async def test_streams_are_identical_and_nothing_is_left(tmp_path: Path) -> None:
+    async with running_mesh(start=partial(start, tmp_path)) as mesh:
+        adapter = admin_pb.AddAdapterRequest(name="tiny")
+        await mesh.admin.upload_adapter(adapter, content(b"tiny"))
+        prompts: list[str | list[int]] = [PROMPT, "another begins", [*PROMPT, 7]]
+        expected = {
+            name: contents(await mesh.client.complete(prompts, **options))
+            for name, options in ASKED.items()
+        }
+
+        async def ask(name: str) -> None:
+            items = await mesh.client.complete(prompts, **ASKED[name])
+            assert contents(items) == expected[name]
+
+        async with steady_streams([partial(ask, name) for name in (*ASKED, "greedy", "sampled")]):
+            for number, name in enumerate(NAMES):
+                await suffer(mesh, number, name)
+        await eventually(lambda: compared(mesh))
+        samples = await scrape(mesh.router)
+        assert not samples.get("trtmesh_router_canary_alerts_total")
+        assert samples["trtmesh_router_moved_sequences_total"] > 0
+        identical = await scrape(mesh.router, outcome="identical")
+        assert identical["trtmesh_router_canary_items_total"] > 0
+        for outcome in ("different", "failed", "inexact"):
+            found = await scrape(mesh.router, outcome=outcome)
+            assert not found.get("trtmesh_router_canary_items_total")
+        await mesh.idle()
+        await eventually(lambda: no_lease_is_left(mesh))
+
+
+async def suffer(mesh: Mesh, number: int, name: str) -> None:
+    """Strikes a worker while streams move: freezes or drains it, then kills it and starts another in its place."""
+    engine = mesh.engines[number]
+    moving = asyncio.create_task(rebalanced(mesh))
+    if number % 2:
+        engine.signal(signal.SIGSTOP)
+        await asyncio.sleep(FREEZE_SECONDS)
+        engine.signal(signal.SIGCONT)
+    else:
+        await mesh.admin.drain_worker(name, by_seconds=1)
+        await mesh.admin.resume_worker(name)
+    await moving
+    moving = asyncio.create_task(rebalanced(mesh))
+    engine.signal(signal.SIGKILL)
+    await engine.wait()
+    await moving
+    port = int(engine.address.rpartition(":")[2])
+    await mesh.start_engine(*ENGINE, "--worker", name, port=port)
+    mesh.engines[number] = mesh.engines.pop()
+    await mesh.ready(len(NAMES))
+
+
+async def rebalanced(mesh: Mesh) -> None:
+    for _ in range(3):
+        with suppress(TrtmeshError):
+            await mesh.admin.rebalance_workers()
+        await asyncio.sleep(FREEZE_SECONDS / 4)
+
+
+async def compared(mesh: Mesh) -> bool:
+    samples = await scrape(mesh.router)
+    busy = ("canary_waiting", "worker_sequences", "live_items")
+    return not any(samples[f"trtmesh_router_{name}"] for name in busy)
+
+
+async def no_lease_is_left(mesh: Mesh) -> bool:
+    held = [(await scrape(engine))["trtmesh_engine_held_leases"] for engine in mesh.engines]
+    return not any(held) and not (await scrape(mesh.router))["trtmesh_router_worker_leases"]
