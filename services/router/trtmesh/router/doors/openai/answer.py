@@ -85,8 +85,7 @@ class Wanted:
         """The error of an item, as one about what the request has in place of the guide."""
         if self.reading is None or error.field != GUIDE or not isinstance(error, InvalidField):
             return error
-        guide = self.request.items[0].message.guided_decoding.guide
-        return about_schema(error, guide, self.tools)
+        return about_schema(error, self.tools)
 
     def extras(self, piece: Piece) -> dict[str, Any]:
         """Returns the fields of a choice that OpenAI's API does not have."""

@@ -32,11 +32,8 @@ class CallFormat:
     appear in the text."""
     between: str = ""
     """Text between two calls with a marker each."""
-
-    @property
-    def has_special_marker(self) -> bool:
-        """Whether the marker is a special token, impossible in a grammar of texts."""
-        return bool(self.ends) and not self.may_lack_marker
+    specials: Sequence[str] = ()
+    """The special tokens in a call, the first of which begins it."""
 
     @property
     def opening(self) -> str:
@@ -73,8 +70,15 @@ MISTRAL_LIST = CallFormat(
     closing="]",
     has_short_ids=True,
     ends=("</s>",),
+    specials=("[TOOL_CALLS]",),
 )
-MISTRAL = CallFormat("[TOOL_CALLS]", "", has_short_ids=True, ends=MISTRAL_LIST.ends)
+MISTRAL = CallFormat(
+    "[TOOL_CALLS]",
+    "",
+    has_short_ids=True,
+    ends=MISTRAL_LIST.ends,
+    specials=("[TOOL_CALLS]", "[ARGS]"),
+)
 
 FORMATS: Mapping[str, Sequence[CallFormat]] = MappingProxyType(
     {

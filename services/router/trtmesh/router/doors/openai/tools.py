@@ -21,6 +21,8 @@ RESPONSE_TEMPLATE = "response_template"
 MODES = ("none", "auto", "required")
 PLACE = re.compile(r"at (/\S*?)/json_schema(/\S*)? (.*)", re.DOTALL)
 """Matches what an engine says of a schema within structural tags: its path, that of the problem in it, and the rest."""
+TAG = re.compile(r".*/tags/(\d+)/")
+"""Matches the path of a tool's schema. The innermost tags are those of the tools, in their order."""
 
 Form = dict[str, Any]
 """A format of structural tags."""
@@ -202,29 +204,19 @@ def guided(config: pb.GuidedDecodingConfig, use: ToolUse | None, reading: Readin
     return replace(reading, is_guided=has_calls, must_call=must_call)
 
 
-def about_schema(error: InvalidField, guide: str, use: ToolUse | None) -> InvalidField:
+def about_schema(error: InvalidField, use: ToolUse | None) -> InvalidField:
     """What an engine says of a guide that `guided` made, as an error about the tool or the format with the problem."""
     if (found := PLACE.fullmatch(error.problem)) is None:
         told = error.sentence(lambda _: "")
-        problem = f"are too much for a grammar, which {told}; send fewer tools, or shorter schemas"
+        problem = f"have no grammar that the engine follows, as it {told}; send fewer tools, or shorter schemas"
         return error if use is None else InvalidField(problem, field="tools")
     path, inner, rest = found.groups()
-    field, tag = "response_format", _tag_at(orjson.loads(guide), path)
-    if use is not None and tag is not None:
-        form, begin = use.formats[0], tag["begin"]
-        for number, tool in enumerate(use.told):
-            if begin.removeprefix(form.opening) == form.head(tool["function"]["name"]):
-                field = f"tools[{number}].function.parameters"
+    field = "response_format"
+    if use is not None and (tag := TAG.match(path)):
+        names = [each["function"]["name"] for each in use.told]
+        number = names.index(use.callable[int(tag[1])].name)
+        field = f"tools[{number}].function.parameters"
     return InvalidField(f"at {inner or '/'} {rest}", field=field)
-
-
-def _tag_at(form: Any, path: str) -> Form | None:
-    """The innermost tag around the part of a guide at a path of its own."""
-    tag = None
-    for key in path.split("/")[1:]:
-        form = form[int(key) if isinstance(form, list) else key]
-        tag = form if isinstance(form, dict) and "begin" in form else tag
-    return tag
 
 
 def _content(config: pb.GuidedDecodingConfig) -> Form | None:
@@ -245,49 +237,58 @@ def _content(config: pb.GuidedDecodingConfig) -> Form | None:
 def _free(use: ToolUse, content: Form | None) -> Form:
     """Returns the format of calls or else free text. Raises InvalidField where a grammar cannot allow both."""
     form = use.formats[0]
-    if form.has_special_marker:
-        # A grammar describes text, so under one the model could not write the token.
-        problem = (
-            "cannot be kept to a form, as the model may call or not and its calls begin with a special token: set"
-            " tool_choice, or leave out strict, allowed_tools, parallel_tool_calls and response_format"
-        )
-        raise InvalidField(problem, field="tools")
     if content is None:
         return _triggered(use)
     if form.may_lack_marker:
         # Calls have no marker that tells them from other JSON.
         problem = "does not go with tools that the model may call; set tool_choice, or leave it out"
         raise InvalidField(problem, field="response_format")
-    return {"type": "or", "elements": [content, _calls(use)]}
+    return {"type": "or", "elements": [content, _calls(use, form.specials)]}
 
 
-def _calls(use: ToolUse) -> Form:
-    """One call or more, and nothing else."""
+def _calls(use: ToolUse, specials: Sequence[str] = ()) -> Form:
+    """One call or more, and nothing else, with `specials` as tokens."""
     form = use.formats[0]
     if not form.separator:
-        return _list(use, _tags(use, form.opening, form.closing), form.between)
-    calls = _list(use, _tags(use), form.separator)
-    return _sequence(_text(form.opening), calls, _text(form.closing))
+        tags = _tags(use, specials, form.opening, form.closing)
+        return _list(use, tags, form.between)
+    calls = _list(use, _tags(use, specials), form.separator)
+    return _sequence(*_spelled(form.opening, specials), calls, _text(form.closing))
 
 
 def _triggered(use: ToolUse) -> Form:
-    """Free text with calls."""
+    """Free text with calls. A model that may call writes the special tokens of calls, which match no text."""
     form = use.formats[0]
-    tags = _tags(use, form.opening, form.closing)
+    tags = _tags(use, form.specials, form.opening, form.closing)
     if form.bracket:
-        calls = _list(use, _tags(use), form.separator)
-        tags = [_tag(form.opening, calls, form.closing)]
-    told = {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}
-    return told | {"stop_after_first": use.calls_one}
+        calls = _list(use, _tags(use, form.specials), form.separator)
+        tags = [_tag(_spelled(form.opening, form.specials), calls, form.closing)]
+    told: Form = {"type": "triggered_tags", "triggers": [form.trigger]}
+    if form.specials:
+        told = {"type": "token_triggered_tags", "trigger_tokens": form.specials[:1]}
+    return told | {"tags": tags, "stop_after_first": use.calls_one}
 
 
-def _tags(use: ToolUse, opening: str = "", closing: str = "") -> list[Form]:
+def _tags(
+    use: ToolUse, specials: Sequence[str], opening: str = "", closing: str = ""
+) -> list[Form]:
     """A tag for each tool. Where the model need not call, only the arguments of strict tools follow their schema."""
     form, tags = use.formats[0], []
     for tool in use.callable:
         schema = tool.schema if tool.is_strict or use.must_call else ANY_OBJECT
-        tags.append(_tag(opening + form.head(tool.name), _json(schema), form.tail + closing))
+        begin = _spelled(opening + form.head(tool.name), specials)
+        tags.append(_tag(begin, _json(schema), form.tail + closing))
     return tags
+
+
+def _spelled(text: str, specials: Sequence[str]) -> list[Form]:
+    """A text in parts, of which `specials` are tokens."""
+    parts = re.split(f"({'|'.join(map(re.escape, specials))})", text) if specials else [text]
+    return [
+        {"type": "token", "token": part} if part in specials else _text(part)
+        for part in parts
+        if part
+    ]
 
 
 def _list(use: ToolUse, tags: list[Form], separator: str) -> Form:
@@ -296,11 +297,13 @@ def _list(use: ToolUse, tags: list[Form], separator: str) -> Form:
 
 
 def _thought(begin: str) -> Form:
-    return _sequence(_tag(begin, {"type": "any_text"}, THOUGHT), _text("\n\n"))
+    return _sequence(_tag([_text(begin)], {"type": "any_text"}, THOUGHT), _text("\n\n"))
 
 
-def _tag(begin: str, content: Form, end: str) -> Form:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+def _tag(begin: Sequence[Form], content: Form, end: str) -> Form:
+    first, *rest = begin
+    content = _sequence(*rest, content) if rest else content
+    return {"type": "tag", "begin": first.get("value", first), "content": content, "end": end}
 
 
 def _json(schema: Any) -> Form:

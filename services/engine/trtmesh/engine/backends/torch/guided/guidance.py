@@ -15,7 +15,7 @@ from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import Check, FillTogether, Matcher, Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
-from trtmesh.engine.backends.torch.guided.structural_tags import TagGrammar, tag_grammar
+from trtmesh.engine.backends.torch.guided.structural_tags import Readers, TagGrammar, tag_grammar
 from trtmesh.engine.backends.torch.guided.trial import MAX_ROW_ITEMS, limits, problem_of_trial
 from trtmesh.engine.guides import FIELD, plain
 from trtmesh.v1 import generation_pb2 as pb
@@ -143,10 +143,16 @@ class Compilation:
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
                 return self._compiled(_one(_lark(guide)), MAX_ROW_ITEMS)
             case pb.GUIDE_TYPE_STRUCTURAL_TAG:
-                return self._of_tag(tag_grammar(guide, self._options, _lark, _regex))
+                readers = Readers(self._options, _lark, _regex, self._special)
+                return self._of_tag(tag_grammar(guide, readers))
         kinds = "JSON, JSON_SCHEMA, REGEX, CHOICE, EBNF_GRAMMAR or STRUCTURAL_TAG"
         name = pb.GuideType.Name(pb.GuideType.ValueType(asked.guide_type))
         raise InvalidField.of("guided_decoding.guide_type", name, f"{kinds} on this worker")
+
+    def _special(self, name: str) -> int | None:
+        ids = self._tokenizer.tokenize_str(name, parse_special=True)
+        is_special = len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
+        return ids[0] if is_special else None
 
     def _of_tag(self, tag: TagGrammar) -> GuidanceMatcher:
         try:

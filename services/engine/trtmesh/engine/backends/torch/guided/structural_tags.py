@@ -2,8 +2,8 @@
 
 Either `{"type": "structural_tag", "format": {...}}` in xgrammar's notation, or the older `{"structures": [{"begin":
 "<f=a>", "schema": {}, "end": "</f>"}], "triggers": ["<f="]}`, in which a trigger in free text begins a tag. A special
-token matches no text. Neighbouring expressions and fixed texts are followed as one automaton; other parts take the
-longest text they can.
+token matches no text: `token`, at the beginning of a tag too, is one by its name. Neighbouring expressions and fixed
+texts are followed as one automaton; other parts take the longest text they can.
 """
 
 from __future__ import annotations
@@ -35,13 +35,21 @@ FORMATS: dict[str, dict[str, Any]] = {
     "star": {"content": dict},
     "plus": {"content": dict},
     "repeat": {"content": dict, "min": int, "max": int},
-    "tag": {"begin": str, "content": dict, "end": str | list},
+    "token": {"token": str},
+    "tag": {"begin": str | dict, "content": dict, "end": str | list},
     "triggered_tags": {"triggers": list, "tags": list, "excludes": [], **CHOSEN},
+    "token_triggered_tags": {"trigger_tokens": list, "tags": list, "exclude_tokens": ([],)}
+    | CHOSEN,
     "tags_with_separator": {"tags": list, "separator": str, **CHOSEN},
 }
 """The members of each format: a type for a required member, else the default. A default in a tuple is the only accepted
 value."""
 
+FREE = ("any_text", "triggered_tags", "token_triggered_tags")
+"""Formats of free text, which look for their end themselves."""
+
+Begin = str | Schema
+"""A text, or the format of a token."""
 Ends = Sequence[str] | None
 """Texts at the end of free text, as part of the text; none without such texts, and None if nothing follows."""
 
@@ -64,16 +72,26 @@ class TagGrammar(NamedTuple):
     """The schemas in it, with their paths."""
 
 
-def tag_grammar(
-    text: str, options: Schema, lark: Callable[[str], str], regex: Callable[[str], str]
-) -> TagGrammar:
-    """The grammar of a tag; `options` are the library's for JSON, `lark` and `regex` read grammars and expressions.
-    Raises InvalidField."""
+class Readers(NamedTuple):
+    """The library's side of a tag."""
+
+    options: Schema
+    """For JSON."""
+    lark: Callable[[str], str]
+    """Reads a grammar."""
+    regex: Callable[[str], str]
+    """Reads an expression."""
+    special: Callable[[str], int | None]
+    """The id of a special token by its name, if there is such a token."""
+
+
+def tag_grammar(text: str, readers: Readers) -> TagGrammar:
+    """The grammar of a tag. Raises InvalidField."""
     try:
         given = load_json(text)
     except json.JSONDecodeError as error:
         raise InvalidField(f"is not JSON: {error}", field=FIELD) from None
-    writer = Writer(options, lark, regex)
+    writer = Writer(readers)
     if isinstance(given, dict) and "format" in given:
         if given.keys() != {"type", "format"} or given["type"] != "structural_tag":
             problem = 'must be {"type": "structural_tag", "format": {...}}'
@@ -97,10 +115,8 @@ def tag_grammar(
 class Writer:
     """Collects rules for the parts of a tag."""
 
-    def __init__(
-        self, options: Schema, lark: Callable[[str], str], regex: Callable[[str], str]
-    ) -> None:
-        self._options, self._lark, self._regex = options, lark, regex
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
         self._rules: list[str] = []
         self._grammars: list[dict[str, str]] = []
         self._schemas: list[tuple[str, Schema]] = []
@@ -118,24 +134,31 @@ class Writer:
             case "const_string":
                 return _fixed(given["value"])
             case "regex":
-                return Expression(self._regex(given["pattern"]), is_regular=True)
+                return Expression(self._readers.regex(given["pattern"]), is_regular=True)
             case "json_schema":
                 return self._json(given["json_schema"], f"{path}/json_schema")
             case "grammar":
                 self._is_ambiguous = True
-                name = f"g{len(self._grammars)}"
-                self._grammars.append({"name": name, "lark_grammar": self._lark(given["grammar"])})
+                name, grammar = f"g{len(self._grammars)}", self._readers.lark(given["grammar"])
+                self._grammars.append({"name": name, "lark_grammar": grammar})
                 return Expression(f"@{name}", is_regular=False)
             case "any_text":
                 return self._text(path, _texts(given["excludes"], f"{path}/excludes"), ends)
             case "sequence" | "or":
                 return self._elements(kind, given["elements"], f"{path}/elements", ends)
+            case "token":
+                return self._token(given["token"], f"{path}/token")
             case "tag":
                 rest = self.ended(given["content"], path, _ends(given, path), ends)
-                return self._row([_fixed(given["begin"]), rest])
+                return self._row([self._begin(given["begin"], f"{path}/begin"), rest])
             case "triggered_tags":
-                tags = self._tags(given["tags"], f"{path}/tags")
+                tags = [
+                    (place, begin if isinstance(begin, str) else "", rest)
+                    for place, begin, rest in self._tags(given["tags"], f"{path}/tags")
+                ]
                 return self.triggered(path, given, tags, ends)
+            case "token_triggered_tags":
+                return self._triggered_by_token(path, given, ends)
             case "tags_with_separator":
                 return self._separated(given, f"{path}/tags")
         return self._times(given, path)
@@ -145,7 +168,7 @@ class Writer:
         path = f"{path}/content"
         if list(own) == [""]:
             return self.part(content, path, ends)
-        if content.get("type") in ("any_text", "triggered_tags"):
+        if content.get("type") in FREE:
             return self.part(content, path, own)
         return self._row([self.part(content, path, ()), self._or(map(_fixed, own))])
 
@@ -171,15 +194,33 @@ class Writer:
             for trigger, own in bodies.items()
         )
         first = self._or(self._row([_fixed(begin), rest]) for _, begin, rest in tags)
+        return self._amid(given, found, first, self._text(path, without, ends), ends)
+
+    def _triggered_by_token(self, path: str, given: Schema, ends: Ends) -> Expression:
+        """Free text with special tokens at the beginning of tags. Their names are no part of the text: it would seem to
+        begin a tag."""
+        triggers, bodies = _texts(given["trigger_tokens"], f"{path}/trigger_tokens"), []
+        for place, begin, rest in self._tags(given["tags"], f"{path}/tags"):
+            if isinstance(begin, str) or begin.get("token") not in triggers:
+                refuse(place, "is none of the trigger tokens")
+            bodies.append(self._row([self._begin(begin, place), rest]))
+        first = self._or(bodies)
+        found = self._row([self._text(path, [*triggers, *(ends or ())], None), first])
+        return self._amid(given, found, first, self._text(path, triggers, ends), ends)
+
+    def _amid(
+        self, given: Schema, found: Expression, first: Expression, text: Expression, ends: Ends
+    ) -> Expression:
+        """Tags amid free text: `found` is text up to the end of a tag, `first` a tag, and `text` what follows the
+        last one."""
         end = self._or(map(_fixed, ends or [""]))
         if given["stop_after_first"]:
-            if given["at_least_one"]:
-                return self._row([first, end])
-            return self._or([self._row([found, end]), self._text(path, without, ends)])
-        parts = [Expression(f"({found.text})*", is_regular=False), self._text(path, without, ends)]
+            last = self._row([first if given["at_least_one"] else found, end])
+            return last if given["at_least_one"] else self._or([last, text])
+        parts = [Expression(f"({found.text})*", is_regular=False), text]
         return self._row([first, *parts] if given["at_least_one"] else parts)
 
-    def _tags(self, given: Sequence[Any], path: str) -> list[tuple[str, str, Expression]]:
+    def _tags(self, given: Sequence[Any], path: str) -> list[tuple[str, Begin, Expression]]:
         tags = []
         for index, each in enumerate(given):
             own = f"{path}/{index}"
@@ -192,7 +233,7 @@ class Writer:
 
     def _separated(self, given: Schema, path: str) -> Expression:
         tags = self._tags(given["tags"], path)
-        tag = self._or([self._row([_fixed(begin), rest]) for _, begin, rest in tags])
+        tag = self._or(self._row([self._begin(begin, own), rest]) for own, begin, rest in tags)
         if not given["stop_after_first"]:
             more = self._row([_fixed(given["separator"]), tag])
             tag = self._row([tag, Expression(f"({more.text})*", more.is_regular)])
@@ -225,8 +266,22 @@ class Writer:
         read = {} if schema is True else read_schema(json.dumps(schema), path)
         self._schemas.append((path, read))
         return Expression(
-            f"%json {json.dumps(read | {'x-guidance': self._options})}", is_regular=False
+            f"%json {json.dumps(read | {'x-guidance': self._readers.options})}", is_regular=False
         )
+
+    def _begin(self, begin: Begin, path: str) -> Expression:
+        if isinstance(begin, str):
+            return _fixed(begin)
+        token = _read(begin, path)
+        if token["type"] != "token":
+            refuse(path, "must be a text or a token")
+        return self._token(token["token"], f"{path}/token")
+
+    def _token(self, name: str, path: str) -> Expression:
+        token_id = self._readers.special(name)
+        if token_id is None:
+            refuse(path, "is no special token of the tokenizer")
+        return Expression(f"<[{token_id}]>", is_regular=False)
 
     def _text(self, path: str, excludes: Sequence[str], ends: Ends) -> Expression:
         """Any text up to the first of `ends`, inclusive, without any of `excludes` before."""
