@@ -20,9 +20,9 @@ from trtmesh.chassis.http_server import (
     MAX_HEADERS,
     MAX_LINE_BYTES,
     MAX_SEGMENTS,
+    HttpConnection,
     HttpLimits,
     HttpServer,
-    _Connection,
 )
 
 LARGE = b"x" * 2**24
@@ -469,7 +469,7 @@ async def test_lost_connections_are_freed_without_the_collector(sent: bytes, ans
                 for _ in range(answers):
                     await reader.readuntil(b"!")
             del reader, writer
-            await gone(_Connection, InputTransport)
+            await gone(HttpConnection, InputTransport)
 
 
 async def test_few_of_many_requests_begin_in_a_pass() -> None:

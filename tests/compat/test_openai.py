@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import resource
 import shutil
 from collections import Counter
@@ -224,6 +225,7 @@ CHAT_REFUSED = [
     ({"max_tokens": 0}, "invalid_field", "max_tokens"),
     ({"logprobs": True, "top_logprobs": -1}, "invalid_field", "top_logprobs"),
     ({"prompt": "x"}, "invalid_request", "prompt"),
+    ({"verbosity": "low"}, "invalid_field", "verbosity"),
 ]
 
 
@@ -258,6 +260,7 @@ async def test_text_that_no_tokenizer_takes_is_named(
 
 async def test_chat_takes_what_asks_for_nothing(http: PlainHttp) -> None:
     neutral = {"tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]}
+    neutral |= {"verbosity": "medium"}
     plain = {"response_format": {"type": "text"}, "max_completion_tokens": 2, "documents": []}
     reply = await http.post(CHAT, CHAT_BODY | neutral | plain)
     assert reply.json["usage"]["completion_tokens"] == 2
@@ -481,6 +484,38 @@ async def test_other_errors_look_alike(http: PlainHttp) -> None:
         reply = await http.call(method, path, body)
         check("ErrorResponse", reply.json)
         assert (reply.status, reply.json["error"]["code"]) == (status, code)
+
+
+async def test_field_with_two_parts_is_named_once(http: PlainHttp) -> None:
+    """The simulated engine has no guides, which are a type and a text."""
+    reply = await http.post(CHAT, CHAT_BODY | {"response_format": {"type": "json_object"}})
+    assert reply.status == 501
+    assert reply.json["error"]["message"].startswith("response_format not supported")
+
+
+async def test_connection_goes_on_after_errors_and_streams(http: PlainHttp) -> None:
+    """All requests are sent at once, and answered in their order."""
+    stream = json.dumps(CHAT_BODY | {"stream": True}).encode()
+    asked = [
+        ("POST", CHAT, b"{", 400),
+        ("GET", CHAT, b"", 405),
+        ("POST", "/v1/nothing", b"{}", 404),
+        ("POST", CHAT, stream, 200),
+        ("HEAD", "/v1/models", b"", 200),
+        ("POST", COMPLETIONS, json.dumps(BODY | {"model": "nope"}).encode(), 404),
+        ("POST", COMPLETIONS, json.dumps(BODY).encode(), 200),
+    ]
+    host, _, port = http.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for number, (method, path, body, _) in enumerate(asked):
+        last = "Connection: close\r\n" if number == len(asked) - 1 else ""
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: r{number}\r\n{last}"
+        writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    told = (await reader.read(-1)).decode()
+    writer.close()
+    heads = re.findall(r"HTTP/1\.1 (\d+) [^\0]*?x-request-id: (r\d)", told)
+    assert heads == [(str(each[3]), f"r{number}") for number, each in enumerate(asked)]
+    assert told.count("data: [DONE]\n\n\r\n0\r\n\r\n") == 1
 
 
 async def test_absent_is_null_and_notes_are_taken(http: PlainHttp) -> None:

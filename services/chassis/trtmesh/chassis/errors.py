@@ -74,7 +74,8 @@ class TrtmeshError(Exception):
         if self.limit and not problem:
             source = f" ({name(self.limit_field)})" if self.limit_field else ""
             problem = f"is {self.value} but must be {self.limit}{source}"
-        return f"{', '.join(map(name, self.fields))} {problem}".strip()
+        # Several fields may have one name in another API.
+        return f"{', '.join(dict.fromkeys(map(name, self.fields)))} {problem}".strip()
 
     def __str__(self) -> str:
         return self.message

@@ -78,8 +78,8 @@ class HttpServer:
         """For handlers to count bodies in memory."""
         self.occasionally = Occasionally(log)
         self.draining = False
-        self._open: set[_Connection] = set()
-        self._waiting: dict[str, dict[_Connection, None]] = {}
+        self._open: set[HttpConnection] = set()
+        self._waiting: dict[str, dict[HttpConnection, None]] = {}
         """Open connections without a request, by address, those that wait longest first."""
         app.on_response_prepare.append(self._complete_head)
         self._runner = web.AppRunner(
@@ -109,13 +109,13 @@ class HttpServer:
             connection.retire()
 
     async def _complete_head(self, request: web.Request, response: web.StreamResponse) -> None:
-        _connection_of(request).answers = True
+        connection_of(request).answers = True
         response.headers[hdrs.SERVER] = SERVER
         if self.draining:
             response.headers[hdrs.CONNECTION] = "close"
             response.force_close()
 
-    def admit(self, connection: _Connection) -> str:
+    def admit(self, connection: HttpConnection) -> str:
         """Counts a connection until `closed`. Returns '', or why it is refused."""
         counts, origin = self.connection_counts, connection.origin
         problem = counts.admit(origin)
@@ -140,18 +140,18 @@ class HttpServer:
         oldest.give_way()
         return True
 
-    def waits(self, connection: _Connection) -> None:
+    def waits(self, connection: HttpConnection) -> None:
         """An admitted connection has no request."""
         self._waiting.setdefault(connection.origin, {})[connection] = None
 
-    def asks(self, connection: _Connection) -> None:
+    def asks(self, connection: HttpConnection) -> None:
         """An admitted connection has a request, or is over."""
         of_address = self._waiting.get(connection.origin, {})
         of_address.pop(connection, None)
         if not of_address:
             self._waiting.pop(connection.origin, None)
 
-    def closed(self, connection: _Connection) -> None:
+    def closed(self, connection: HttpConnection) -> None:
         """A connection is over, if it was admitted."""
         if connection in self._open:
             self._open.discard(connection)
@@ -167,28 +167,19 @@ class HttpServer:
 
     async def turn(self, request: web.BaseRequest) -> None:
         """Waits for another turn of the running handler, which has waited for the client since the first turn."""
-        await _connection_of(request).turn()
+        await connection_of(request).turn()
 
     def connection(self) -> asyncio.Protocol:
         """The protocol of a new connection."""
         assert self._runner.server is not None
-        return _Connection(self, self._runner.server)
-
-
-def free_transport(request: web.BaseRequest) -> asyncio.Transport | None:
-    """The transport of a request, if it takes bytes at once."""
-    connection = request.protocol
-    transport = connection.transport
-    if transport is None or connection.writing_paused or transport.is_closing():
-        return None
-    return transport
+        return HttpConnection(self, self._runner.server)
 
 
 def _begun_in_turn(handle: _Handle) -> _Handle:
     """Has each request begin in a turn of the connection: the search for a handler takes time, too."""
 
     async def begin(request: web.BaseRequest) -> web.StreamResponse:
-        await _connection_of(request).begin(request)
+        await connection_of(request).begin(request)
         if refusal := _misframed(request):
             return refusal
         if request.rel_url.raw_path.count("/") > MAX_SEGMENTS:
@@ -217,13 +208,14 @@ def _misframed(request: web.BaseRequest) -> web.StreamResponse | None:
     return response
 
 
-def _connection_of(request: web.BaseRequest) -> _Connection:
+def connection_of(request: web.BaseRequest) -> HttpConnection:
+    """The connection of a request."""
     connection = request.protocol
-    assert isinstance(connection, _Connection)
+    assert isinstance(connection, HttpConnection)
     return connection
 
 
-class _Connection(web.RequestHandler):
+class HttpConnection(web.RequestHandler):
     """A client's connection."""
 
     def __init__(self, server: HttpServer, manager: web.Server) -> None:
@@ -243,8 +235,11 @@ class _Connection(web.RequestHandler):
         self.origin = ""
         """The owner of the limits."""
         self._starts: StartQueue
+        self._below: asyncio.Transport | None = None
         self._input: InputTransport | None = None
         """None unless the connection is admitted and open."""
+        self.free_transport: asyncio.Transport | None = None
+        """What writes, while it takes bytes at once."""
         self._body: StreamReader | None = None
         """Of the latest begun request."""
         self._length = 0
@@ -268,6 +263,7 @@ class _Connection(web.RequestHandler):
             self._refuse(below, problem)
             return
         self._starts = StartQueue(server.start_scheduler, self.origin)
+        self._below = self.free_transport = below
         self._input = InputTransport(below, self, server.turns, server.budget, self.origin)
         super().connection_made(cast(asyncio.Transport, self._input))
 
@@ -275,7 +271,7 @@ class _Connection(web.RequestHandler):
         self._server.closed(self)
         if self._input is not None:
             self._input.drop()
-            self._input = self._body = None
+            self._input = self._body = self._below = self.free_transport = None
         self._forget_stall()
         self._end_head()
         super().connection_lost(exc)
@@ -386,10 +382,12 @@ class _Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.free_transport = None
         self._watch_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self.free_transport = self._below
         self._forget_stall()
 
     def _watch_reading(self) -> None:

@@ -270,6 +270,11 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         self._followed = bool(self._entries)
         self.wake()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last message was taken."""
+        return self.closed and not self._entries
+
     def take(self) -> Sequence[Waiting] | None:
         """The entries of the next message, if any is worth one. Called again after the write."""
         self._taken_at = None

@@ -81,6 +81,17 @@ class Wanted:
     def has_log_probs(self) -> bool:
         return self.request.items[0].config.output.log_probs
 
+    @property
+    def is_read_apart(self) -> bool:
+        """Whether the answers wait for a tokenizer, to read them or to describe their tokens."""
+        return self.has_log_probs or self.by_template is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether more tokens are more text, and nothing else."""
+        has_more = self.with_token_ids or self.with_usage_so_far or self.is_read_apart
+        return self.reading is None and not has_more
+
     def worded(self, error: TrtmeshError) -> TrtmeshError:
         """The error of an item, as one about what the request has in place of the guide."""
         if self.reading is None or error.field != GUIDE or not isinstance(error, InvalidField):
@@ -109,6 +120,9 @@ class Piece(NamedTuple):
 
 class Writer(Protocol):
     """Writes an answer as a stream."""
+
+    def text(self, choice: int, text: str) -> bytes:
+        """The events of more text of a choice, and nothing else."""
 
     def of(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
         """Returns the events of a piece, as bytes; none if it shows nothing new."""
@@ -329,20 +343,19 @@ class StreamedAnswer:
 
     def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
         self._form, self._wanted = form, wanted
-        self._is_plain = not (
-            wanted.has_log_probs or wanted.with_token_ids or wanted.with_usage_so_far
-        )
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """What stands before and behind the text in its event, by choice."""
         self._texts: dict[int, TokenTexts] = {}
         self._frame = frame.of(form.chunk)
         self._head = b"data: " + orjson.dumps(self._frame)[:-1] + b',"choices":['
 
+    def text(self, choice: int, text: str) -> bytes:
+        # Every token passes here.
+        if text and (around := self._around.get(choice)) is not None:
+            return around[0] + orjson.dumps(text) + around[1]
+        return self.of(Piece(choice, text), {})
+
     def of(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
-        if self._is_plain and piece.text and not piece.finish_reason:
-            around = self._around.get(piece.choice)
-            if around is not None:
-                return around[0] + orjson.dumps(piece.text) + around[1]
         events = b""
         texts = self._texts.get(piece.choice)
         if texts is None:

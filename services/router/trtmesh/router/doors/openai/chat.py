@@ -140,6 +140,7 @@ def _part(
 
 def _refuse_unserved(fields: Fields) -> None:
     fields.refuse("modalities", "must be text alone", neutral=["text"])
+    fields.refuse("verbosity", "is not served: ask for it in the messages", neutral="medium")
     fields.refuse("audio", "is not served: models here write text")
     fields.refuse("web_search_options", "is not served: nothing here searches the web")
 
@@ -190,7 +191,8 @@ def conversation(requested: Requested) -> Talk:
     ]
     _name_answers(messages)
     template = fields.take("chat_template", TEXT)
-    if any(m["role"] == "developer" for m in messages) and not requested.names_developers(template):
+    own = template or requested.about.chat_template
+    if "developer" not in own:
         # `system` is the older name of the role.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     chat = chat_pb2.Chat(messages=orjson.dumps(messages).decode(), template=template)
@@ -198,7 +200,6 @@ def conversation(requested: Requested) -> Talk:
         chat.documents = orjson.dumps(documents).decode()
     if tools is not None:
         chat.tools = orjson.dumps(tools.told).decode()
-    own = template or requested.about.chat_template
     if kwargs := _effort(fields, own) | (fields.take("chat_template_kwargs", OBJECT) or {}):
         chat.template_kwargs = orjson.dumps(kwargs).decode()
     chat.continue_final_message = fields.take_flag("continue_final_message")

@@ -14,7 +14,7 @@ from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unsu
 from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
-from trtmesh.chassis.http_server import free_transport
+from trtmesh.chassis.http_server import connection_of
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import GenerationCall, RunningCall
@@ -46,7 +46,7 @@ from trtmesh.router.doors.openai.texts import TextPaths
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
-from trtmesh.router.streams.client_stream import Waiting
+from trtmesh.router.streams.client_stream import ClientStream, Waiting, WaitingTokens
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
@@ -152,7 +152,7 @@ class OpenAi:
                     )
                     try:
                         async with RunningCall(call, opening) as live:
-                            await live.client.forward(stream)
+                            await stream.forward(live.client)
                         return await stream.end()
                     except (SlowClient, ConnectionError):
                         raise
@@ -190,8 +190,9 @@ class OpenAi:
             served = self._served.find(fields.take("model", TEXT) or "")
             model = served.model
             predicted = await self._predicted(fields, model)
-            defaults = self._tokenizers.agreed(model).defaults if self._has_defaults else None
-            requested = Requested(fields, served, request_id, self._tokenizers, predicted, defaults)
+            about = self._tokenizers.agreed(model)
+            defaults = about.defaults if self._has_defaults else None
+            requested = Requested(fields, served, request_id, about, predicted, defaults)
             wanted = await message.read(partial(endpoint.read, requested))
             return await self._begun(fields, wanted, owner)
         except TrtmeshError:
@@ -241,6 +242,11 @@ async def _collect(
     return events
 
 
+class _EventResponse(web.StreamResponse):
+    # Its head leaves with the first events.
+    _send_headers_immediately = False
+
+
 class EventStream(Sink[Sequence[Waiting]]):
     """An answer as server-sent events. It begins with the first token, so an early error has a status of its own; later
     ones are events at the end, after the choices of the other prompts."""
@@ -257,30 +263,50 @@ class EventStream(Sink[Sequence[Waiting]]):
         self._request, self._writer, self._metrics = request, writer, metrics
         self._model, self._token_bytes = wanted.request.model, token_bytes
         self._reader = reader
-        self._must_wait = wanted.has_log_probs or wanted.by_template is not None
+        self._is_plain, self._is_read_apart = wanted.is_plain, wanted.is_read_apart
+        self._sequences = wanted.sequences
+        self._connection = connection_of(request)
         self._chunked = request.version >= HttpVersion11
         self._events = Events(wanted)
         self._response: web.StreamResponse | None = None
+        self._held = b""
+        """Events to be written with the next ones."""
 
     def write_now(self, message: Sequence[Waiting]) -> bool:
-        if self._response is None or self._must_wait:
+        transport = self._connection.free_transport
+        if self._response is None or transport is None or transport.is_closing():
             return False
-        if (transport := free_transport(self._request)) is None:
+        if self._is_read_apart:
             return False
-        written = self._written(self._events.read(message), NOTHING_SCORED)
+        written = b""
+        for entry in message:
+            if self._is_plain and isinstance(entry, WaitingTokens):
+                choice, texts = entry.batch_index * self._sequences, entry.texts
+                text = texts[0] if len(texts) == 1 else "".join(texts)
+                written += self._writer.text(choice + entry.sequence_index, text)
+            else:
+                written += self._written(self._events.read([entry]), NOTHING_SCORED)
         if written:
             # As aiohttp writes it, for a fifth of the time.
             transport.write(b"%x\r\n%b\r\n" % (len(written), written) if self._chunked else written)
             self._metrics.client_messages += 1
         return True
 
+    async def forward(self, source: ClientStream) -> None:
+        """Writes what comes, up to the end of `source`."""
+        self._source = source
+        await source.forward(self)
+
     async def write(self, message: Sequence[Waiting]) -> None:
         pieces = await self._reader.read([*self._events.read(message)])
         bytes_of: Mapping[int, bytes] = NOTHING_SCORED
         if tokens := [token for piece in pieces for token in piece.scored or ()]:
             bytes_of = await self._token_bytes.of(self._model, tokens)
-        if written := self._written(pieces, bytes_of):
-            await (await self._begun()).write(written)
+        self._held += self._written(pieces, bytes_of)
+        # The last message leaves with the end of the stream: each write is a system call.
+        if self._held and not self._source.is_over:
+            held, self._held = self._held, b""
+            await (await self._begun()).write(held)
             self._metrics.client_messages += 1
 
     def _written(self, pieces: Iterable[Piece], bytes_of: Mapping[int, bytes]) -> bytes:
@@ -289,7 +315,7 @@ class EventStream(Sink[Sequence[Waiting]]):
     async def end(self) -> web.StreamResponse:
         """Ends the stream, with the errors of items if any. Raises the first of them if there is no choice."""
         errors = self._events.errors
-        if errors and self._response is None:
+        if errors and self._is_empty:
             raise errors[0]
         if errors:
             return await self._fail(errors)
@@ -297,9 +323,13 @@ class EventStream(Sink[Sequence[Waiting]]):
 
     async def fail(self, error: TrtmeshError) -> web.StreamResponse:
         """Ends the stream with an error. Raises it before the first event."""
-        if self._response is None:
+        if self._is_empty:
             raise error
         return await self._fail([error])
+
+    @property
+    def _is_empty(self) -> bool:
+        return self._response is None and not self._held
 
     async def _fail(self, errors: Sequence[TrtmeshError]) -> web.StreamResponse:
         told = [error_object(self._request, error) for error in errors]
@@ -307,14 +337,14 @@ class EventStream(Sink[Sequence[Waiting]]):
 
     async def _finished(self, rest: bytes) -> web.StreamResponse:
         response = await self._begun()
-        await response.write(rest)
-        await response.write_eof()
+        await response.write_eof(self._held + rest)
+        self._metrics.client_messages += 1
         return response
 
     async def _begun(self) -> web.StreamResponse:
         if self._response is None:
             headers = {hdrs.CONTENT_TYPE: EVENT_STREAM, hdrs.CACHE_CONTROL: "no-cache"}
-            response = web.StreamResponse(status=HTTPStatus.OK, headers=headers)
+            response = _EventResponse(status=HTTPStatus.OK, headers=headers)
             await named(self._request, response).prepare(self._request)
             self._response = response
         return self._response

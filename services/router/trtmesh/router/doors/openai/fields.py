@@ -4,7 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -120,6 +120,10 @@ class Fields:
         """Returns the values of the given fields, and leaves the fields to be taken."""
         return {name: self._left[name] for name in names if name in self._left}
 
+    def among(self, known: Container[str]) -> list[str]:
+        """The names of given fields that are among the known."""
+        return [name for name in self._left if name in known]
+
     def need(self, name: str, kind: Kind) -> Any:
         """Returns the value of a required field. Raises InvalidField."""
         value = self.take(name, kind)
@@ -186,12 +190,12 @@ def read_config(fields: Fields, defaults: pb.GenerationConfig | None) -> pb.Gene
     config = pb.GenerationConfig(sampling=pb.SamplingConfig(temperature=1.0))
     if defaults is not None:
         config.MergeFrom(defaults)
-    for name, (kind, path) in DIRECT.items():
+    for name in fields.among(DIRECT):
+        kind, path = DIRECT[name]
         value = fields.take(name, kind)
-        if value is not None:
-            # Other servers' way to turn the field off.
-            is_off = name == "top_k" and value < 0
-            fields.put(config, path, name, 0 if is_off else value)
+        # Other servers' way to turn the field off.
+        is_off = name == "top_k" and value < 0
+        fields.put(config, path, name, 0 if is_off else value)
     if (seed := fields.take("seed", INTEGER)) is not None:
         config.sampling.seed = seed % 2**64
     if (priority := fields.take("priority", INTEGER)) is not None:
@@ -203,7 +207,7 @@ def read_config(fields: Fields, defaults: pb.GenerationConfig | None) -> pb.Gene
     _read_format(fields, config)
     _read_structure(fields, config.guided_decoding)
     _read_bias(fields, config.sampling)
-    for name in WITHOUT_EFFECT:
+    for name in fields.among(WITHOUT_EFFECT):
         fields.take(name, ANY)
     return config
 

@@ -26,21 +26,12 @@ class Requested:
     fields: Fields
     served: Served
     request_id: str
-    tokenizers: TokenizerPool
+    about: tokenizer_pb.GetTokenizerResponse
+    """The tokenizer; empty before the first was ready."""
     predicted_ids: Sequence[int] = ()
     """The form of the answer asked for by the client."""
     defaults: pb.GenerationConfig | None = None
     """The model's recommendations, if they count."""
-
-    @property
-    def about(self) -> tokenizer_pb.GetTokenizerResponse:
-        """The tokenizer; empty before the first was ready."""
-        return self.tokenizers.agreed(self.served.model)
-
-    def names_developers(self, template: str | None) -> bool:
-        """Whether this chat template, or the model's, knows the role of developers. Raises NoTokenizer."""
-        own = template or self.tokenizers.describe(self.served.model).chat_template
-        return "developer" in own
 
     def wanted(
         self,

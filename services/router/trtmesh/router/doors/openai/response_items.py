@@ -206,6 +206,9 @@ class ResponseEvents(_ItemAnswer):
         super().__init__(wanted, frame)
         self._number = 0
 
+    def text(self, choice: int, text: str) -> bytes:
+        return self.of(Piece(choice, text), {})
+
     def of(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
         return self._begun() + self._written(self._take(piece, bytes_of))
 

@@ -60,7 +60,8 @@ class TextPaths:
             if self._reports_unknown:
                 request[IGNORED] = fields.ignored = []
             served = self._served.find(fields.take("model", TEXT) or "")
-            requested = Requested(fields, served, id_of(request), self._tokenizers)
+            about = self._tokenizers.agreed(served.model)
+            requested = Requested(fields, served, id_of(request), about)
             return requested, await message.run(partial(read_fields, requested), JSON_COST)
 
         async with bodies.admitted(request, read) as (requested, taken):
