@@ -31,6 +31,9 @@ SEVEN = form("json_schema", json_schema={"type": "object", "properties": {"a": {
 A, B = tag("<f=a>", DIGITS), tag("<f=b>", SEVEN)
 TRIGGERED = form("triggered_tags", triggers=["<f="], tags=[A, B])
 SEPARATED = form("tags_with_separator", tags=[A, B], separator=", ")
+TOKEN = form("token", token="<|reserved_0|>")
+CALLED = form("tag", begin=TOKEN, content=DIGITS, end=";")
+BY_TOKEN = form("token_triggered_tags", trigger_tokens=["<|reserved_0|>"], tags=[CALLED])
 BALANCED = 'root ::= "x" | "(" root ")"'
 
 CASES: list[tuple[Format, list[str], list[str]]] = [
@@ -72,6 +75,14 @@ CASES: list[tuple[Format, list[str], list[str]]] = [
     (SEPARATED, ["", "<f=a>1</f>", "<f=a>1</f>, <f=b>{}</f>"], ["<f=a>1</f>, ", "<f=a>1</f>x"]),
     (SEPARATED | {"at_least_one": True, "stop_after_first": True}, ["<f=a>1</f>"],
      ["", "<f=a>1</f>, <f=a>1</f>"]),
+    (TOKEN, ["<|reserved_0|>"], ["", "<|reserved_1|>"]),
+    (BY_TOKEN, ["", "hi", "<|reserved_0|>1;", "x<|reserved_0|>1;y<|reserved_0|>2;z"],
+     ["x<|reserved_0|>a;", "x<|reserved_0|>1", "x<|reserved_1|>"]),
+    (BY_TOKEN | {"stop_after_first": True}, ["", "x<|reserved_0|>1;"], ["<|reserved_0|>1;y"]),
+    (tag("<t>", BY_TOKEN, "</t>"), ["<t></t>", "<t>q<|reserved_0|>2;z</t>"],
+     ["<t>q", "<t>q</t>z"]),
+    (form("tags_with_separator", tags=[CALLED], separator=""),
+     ["", "<|reserved_0|>1;<|reserved_0|>2;"], ["1;"]),
 ]  # fmt: skip
 
 
@@ -103,7 +114,12 @@ def test_texts_of_a_format(
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (form("token", token="<|tool|>"), "at /format/type must be one of const_string, "),
+        (form("any_tokens"), "at /format/type must be one of const_string, "),
+        (form("token", token="<|tool|>"), "at /format/token is no special token"),
+        (
+            BY_TOKEN | {"trigger_tokens": ["<|reserved_1|>"]},
+            "at /format/tags/0/begin is none of the trigger tokens",
+        ),
         (form("sequence", elements=[ANY, DIGITS]), "at /format/elements/0 has no end"),
         (form("star", content=ANY), "at /format/content has no end"),
         (form("sequence", elements=[]), "at /format/elements is empty"),
