@@ -38,7 +38,8 @@ async def test_routers_place_a_new_prefix_on_the_same_worker(
                 serving_router(
                     addresses,
                     placement={"policy": "prefix_aware"},
-                    deadlines={"step_gap_seconds": 3600},
+                    # A slow moment would take a worker out of one router's choice.
+                    deadlines={"step_gap_seconds": 3600, "silence_seconds": 3600},
                 )
             )
             await until_states(router, [READY] * len(engines), [])

@@ -23,6 +23,7 @@ from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.movement.movement import Movement
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.tokenizers.pool import TokenizerPool
@@ -145,6 +146,7 @@ async def test_many_adapters_yield_to_the_event_loop() -> None:
         cast(TokenizerPool, None),
         cast(Requests, None),
         cast(Hedger, None),
+        cast(Movement, None),
     )
 
     async def listed() -> Sequence[Any]:
