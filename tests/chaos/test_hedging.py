@@ -21,6 +21,7 @@ from e2e.mesh import (
     StreamReader,
     eventually,
     running_mesh,
+    samples_of,
     scrape,
 )
 from processes import ServiceProcess
@@ -32,6 +33,8 @@ HEDGED = (
     # All other moves take far longer than a hedge, even on a busy machine.
     *("--deadlines-silence-seconds", "60", "--deadlines-step-gap-seconds", "60"),
 )
+GENEROUS = ("--hedge-token-share", "0.5")
+"""For tests of other things than the budget: on a busy machine prompts seem expensive, and copies are many."""
 ENGINE = (*SIMULATED, *WIDE_TOKENS)
 PROMPTS = [f"item {number} of a hedged request" for number in range(6)]
 TOKENS = 300
@@ -67,6 +70,14 @@ class Hedged:
     async def warm(self) -> None:
         """Has the router learn the pace of its workers."""
         await self.mesh.client.complete(PROMPTS * 2, max_tokens=80, ignore_end_id=True)
+
+    async def whys(self) -> Mapping[str, float]:
+        """What became of late sequences, for a failure."""
+        return {
+            str(each.labels): each.value
+            for each in await samples_of(self.mesh.router)
+            if each.name.startswith("trtmesh_router_hedges")
+        }
 
     async def budget_kept(self) -> None:
         wasted, delivered = [
@@ -114,8 +125,9 @@ async def kill(engine: ServiceProcess) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_frozen_worker_is_not_noticed(kind: str) -> None:
     """Until it thaws, all its sequences go on at the other worker, and what it computed is equal."""
-    options = {**KINDS[kind], "max_tokens": TOKENS, "ignore_end_id": True}
-    async with hedged(2) as scene:
+    # So many that none ends before the worker freezes.
+    options = {**KINDS[kind], "max_tokens": 4 * TOKENS, "ignore_end_id": True}
+    async with hedged(2, *GENEROUS) as scene:
         expected = contents(await scene.mesh.client.complete(PROMPTS, **options))
         reader = scene.mesh.open(PROMPTS, **options)
         await reader.until(lambda r: all(item.started for item in r.items))
@@ -125,7 +137,7 @@ async def test_frozen_worker_is_not_noticed(kind: str) -> None:
         print(f"worst gap of {kind}: {reader.worst_gap_seconds() * 1000:.0f} ms")
         frozen.signal(signal.SIGCONT)
         assert contents(items) == expected
-        assert await scene.counts("hedges", outcome="won") > 0
+        assert await scene.counts("hedges", outcome="won") > 0, await scene.whys()
         await scene.nothing_left()
 
 
@@ -135,7 +147,7 @@ async def test_second_worker_fails_as_well(
 ) -> None:
     """The third worker goes on."""
     options = {**SAMPLED, "max_tokens": TOKENS, "ignore_end_id": True}
-    async with hedged(3) as scene:
+    async with hedged(3, *GENEROUS) as scene:
         expected = contents(await scene.mesh.client.complete(PROMPTS, **options))
         reader = scene.mesh.open(PROMPTS, **options)
         await reader.until(lambda r: all(r.tokens(index) > 20 for index in range(len(PROMPTS))))
@@ -153,7 +165,7 @@ async def test_decode_worker_freezes_after_a_handoff() -> None:
     """The copy computes its prompt at the other decode worker; commands tell what became of it."""
     roles = [("--role", role) for role in ("prefill", "decode", "decode")]
     options = {**SAMPLED, "max_tokens": TOKENS, "ignore_end_id": True, "request_id": "split"}
-    async with hedged(3, "--handoff-enabled", "always", flags=roles) as scene:
+    async with hedged(3, *GENEROUS, "--handoff-enabled", "always", flags=roles) as scene:
         prompts = [prompt * 20 for prompt in PROMPTS]
         expected = contents(await scene.mesh.client.complete(prompts, **options))
         reader = scene.mesh.open(prompts, **options)
@@ -167,9 +179,9 @@ async def test_decode_worker_freezes_after_a_handoff() -> None:
             )
         )
         scene.engines["engine-1"].signal(signal.SIGCONT)
-        line = next(each for each in explained.stdout.splitlines() if "was late" in each)
-        assert "(stall) at token" in line
-        assert "on engine-1: copy on engine-2 won, " in line
+        # On a busy machine other workers are late as well.
+        lines = [each for each in explained.stdout.splitlines() if "was late (stall)" in each]
+        assert any("on engine-1: copy on engine-2 won, " in line for line in lines), lines
         assert " won, " in top.stdout.splitlines()[0]
         await scene.nothing_left()
 
@@ -182,7 +194,7 @@ TRITON = {"text_input": PROMPTS[0], "max_tokens": TOKENS}
     ("path", "body"), [("/v1/completions", CHAT), ("/v2/models/ensemble/generate", TRITON)]
 )
 async def test_other_doors_have_the_same_items(path: str, body: Mapping[str, Any]) -> None:
-    async with hedged(2, "--http-port", "0") as scene:
+    async with hedged(2, *GENEROUS, "--http-port", "0") as scene:
         http = PlainHttp(scene.mesh.router.http_address)
         async with http:
             expected = _text(await http.post(path, body))
@@ -210,7 +222,7 @@ def _text(reply: Reply) -> str:
 
 
 async def test_client_leaves_while_two_copies_run() -> None:
-    async with hedged(2) as scene:
+    async with hedged(2, *GENEROUS) as scene:
         reader = scene.mesh.open(PROMPTS[:1], max_tokens=20_000, ignore_end_id=True)
         await reader.tokens_here(20)
         frozen = scene.engines[scene.worker_of(reader)]

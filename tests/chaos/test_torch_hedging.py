@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from chaos.fragile import SAMPLED, Fragile, contents, fragile_mesh, log_probs
-from chaos.test_hedging import HEDGED
+from chaos.test_hedging import GENEROUS, HEDGED
 from e2e.mesh import DEMO, eventually, scrape
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.client import GuidedDecodingConfig, GuideType
@@ -37,7 +37,7 @@ async def exact() -> AsyncIterator[Fragile]:
         *("--torch-adapters-host-bytes", str(1 << 28), "--torch-drafts", "suffix"),
         *("--load-interval-seconds", "0.02"),
     )
-    async with fragile_mesh(flags, router_flags=HEDGED) as fragile:
+    async with fragile_mesh(flags, router_flags=(*HEDGED, *GENEROUS)) as fragile:
         content = AdapterContent.read(ADAPTER_DIRECTORY, 1 << 28)
         # Only a worker that holds the adapter takes a copy.
         asked = admin_pb.AddAdapterRequest(name=ADAPTER, pinned=True)

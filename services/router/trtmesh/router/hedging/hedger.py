@@ -74,14 +74,18 @@ class Rhythm:
     last_step: float = 0.0
     running: int = 0
     """Sequences with a token and without an end, after the last step."""
+    margin: float | None = None
+    """Seconds after a step at which the next one is late; None before enough was seen."""
+    is_slow: bool = False
 
     def on_step(self, now: float, running: int) -> None:
         if self.running:
             self.gaps.add(now - self.last_step)
         self.last_step, self.running = now, running
 
-    def learn(self) -> None:
-        self.pace = StepPace(self.gaps.usual(), self.gaps.quantile(0.99))
+    def is_late(self, now: float) -> bool:
+        """Whether its next step is."""
+        return bool(self.running and self.margin and now - self.last_step > self.margin)
 
 
 @dataclass(slots=True)
@@ -162,12 +166,25 @@ class Hedger:
                 rhythm = self._rhythms[worker] = Rhythm()
                 worker.watch(rhythm)
                 worker.guard.on_first_token = partial(self._on_first_token, worker)
-            self._rhythms[worker].learn()
+        self._learn_paces()
         models = self._fleet.models()
         self._waits = {model: self._waits.get(model, Seen()) for model in models}
         self._first_margins = {model: first_margin(seen) for model, seen in self._waits.items()}
         self._snapshots = {each.address: each for each in self._fleet.snapshot()}
         self._raced = {run: tokens for run, tokens in self._raced.items() if not run.over}
+
+    def _learn_paces(self) -> None:
+        for rhythm in self._rhythms.values():
+            rhythm.pace = StepPace(rhythm.gaps.usual(), rhythm.gaps.quantile(0.99))
+        for worker, rhythm in self._rhythms.items():
+            model = worker.description.model
+            peers = [
+                other.pace
+                for peer, other in self._rhythms.items()
+                if peer is not worker and peer.description.model == model
+            ]
+            rhythm.margin = step_margin(rhythm.pace, peers)
+            rhythm.is_slow = is_slow(rhythm.pace, peers)
 
     def _on_first_token(self, worker: Worker, prompt_tokens: int, seconds: float) -> None:
         if (waits := self._waits.get(worker.description.model)) is not None:
@@ -186,22 +203,12 @@ class Hedger:
         if _is_silent(worker):
             yield from self._stalled(worker, 0.0, now)
             return
-        paces = self._paces(worker)
-        margin = step_margin(rhythm.pace, paces)
-        if margin is not None and rhythm.running and now - rhythm.last_step > margin:
+        margin = rhythm.margin
+        if margin is not None and rhythm.is_late(now):
             yield from self._stalled(worker, margin, now)
-        elif margin is not None and is_slow(rhythm.pace, paces):
+        elif margin is not None and rhythm.is_slow:
             yield from self._leaving(worker, margin)
         yield from self._unbegun(worker, now)
-
-    def _paces(self, worker: Worker) -> list[StepPace]:
-        """Of the other workers of its model."""
-        model = worker.description.model
-        return [
-            rhythm.pace
-            for other, rhythm in self._rhythms.items()
-            if other is not worker and other.description.model == model
-        ]
 
     def _stalled(self, worker: Worker, margin: float, now: float) -> Iterator[_Late]:
         """Sequences whose next token, or any if there is no margin, did not come within it."""
@@ -244,14 +251,12 @@ class Hedger:
     def _peer(self, worker: Worker, now: float) -> Peer:
         load, engine = worker.load, worker.description
         known, rhythm = self._snapshots.get(worker.address), self._rhythms[worker]
-        margin = step_margin(rhythm.pace, self._paces(worker))
-        is_late = bool(rhythm.running and margin and now - rhythm.last_step > margin)
         return Peer(
             address=worker.address,
             kind=_kind(worker),
             is_exact=_is_exact(worker),
             is_ready=worker.ready and not worker.mismatch,
-            is_late=is_late or _is_silent(worker),
+            is_late=rhythm.is_late(now) or _is_silent(worker),
             sequences=known.sequences if known else 0,
             most_running=engine.max_batch_size,
             waiting=load.waiting_sequences,
