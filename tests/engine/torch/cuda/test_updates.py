@@ -85,7 +85,7 @@ class Filled:
 
     def check(self, slots: Sequence[int], tile_rows: int) -> None:
         """By tiles of a step with more rows."""
-        tiles = StepTiles(len(slots) + 9, tile_rows, SLOTS, self.device)
+        tiles = StepTiles(self.tables.values(), len(slots) + 9, tile_rows, SLOTS)
         tiles.fill(step_of(slots))
         self.products.use(tiles)
         given = self.randn(len(slots), self.inputs).to(self.device)
@@ -131,7 +131,8 @@ def test_rows_of_any_slots(
 
 def test_tiles_have_every_row_once(device: torch.device) -> None:
     dice = Random(3)
-    tiles = StepTiles(40, FEW_ROWS, SLOTS, device)
+    tables = Filled(16, (16,), torch.float32, device).tables.values()
+    tiles = StepTiles(tables, 40, FEW_ROWS, SLOTS)
     for count in (40, 1, 17, 40):
         slots = [dice.randrange(-1, SLOTS) for _ in range(count)]
         tiles.fill(step_of(slots))
@@ -174,7 +175,7 @@ def test_norm_before_and_activation_after(
         pytest.skip("the interpreter multiplies no matrices of bfloat16")
     filled = Filled(200, (192, 192), dtype, device)
     slots = [4, -1, 1, *([3] * 20), *([-1] * 17)][:rows]
-    tiles = StepTiles(48, FEW_ROWS, SLOTS, device)
+    tiles = StepTiles(filled.tables.values(), 48, FEW_ROWS, SLOTS)
     tiles.fill(step_of(slots))
     filled.products.use(tiles)
     updates = filled.products.of(filled.parts, rows)
@@ -209,7 +210,7 @@ def test_shrink_within_a_product(
     steps = [[slot] for slot in range(-1, SLOTS)]
     steps += [[dice.randrange(-1, SLOTS) for _ in range(rows)] for rows in (2, 19, 64)]
     for slots in [*steps, [4] * 33]:
-        tiles = StepTiles(80, FEW_ROWS, SLOTS, device)
+        tiles = StepTiles(filled.tables.values(), 80, FEW_ROWS, SLOTS)
         tiles.fill(step_of(slots))
         filled.products.use(tiles)
         updates = filled.products.of(filled.parts, len(slots))
@@ -226,6 +227,25 @@ def test_shrink_within_a_product(
             output, inner = few.product_and_shrink(given, weight, updates, scale=scale)
             expand(updates, inner, output)
             assert near(output, updates_reference(slots, factors, normed, base))
+
+
+@torch.inference_mode()
+def test_next_adapter_of_a_slot_may_have_other_ranks(device: torch.device) -> None:
+    filled = Filled(256, (128,), torch.float16, device)
+    few = FewRows(device)
+    weight, given = filled.randn(128, 256).to(device), filled.randn(2, 256).to(device)
+    tiles = StepTiles(filled.tables.values(), 2, FEW_ROWS, SLOTS)
+    filled.products.use(tiles)
+    factors = [table.factors for table in filled.tables.values()]
+    for rank in (16, 48, 0, 7):
+        filled.load(1, [rank])
+        # The same rows of the same slot.
+        tiles.fill(step_of([1, -1]))
+        updates = filled.products.of(filled.parts, 2)
+        output, inner = few.product_and_shrink(given, weight, updates)
+        base = output.clone()
+        expand(updates, inner, output)
+        assert near(output, updates_reference([1, -1], factors, given, base))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 65])
@@ -258,4 +278,5 @@ def test_layers_with_norm_activation_and_sum(
         (products.of_norm(given, before, linear, gated=True), nn.functional.silu(gate) * up),
         (products.sum(added.clone(), given, linear), added + expected(given)),
     ):
-        assert (got - wanted).abs().amax() <= 1e-2 * wanted.abs().amax()
+        # The outputs of a single part are rounded before the activation.
+        assert (got - wanted).abs().amax() <= 2e-2 * wanted.abs().amax()

@@ -14,7 +14,9 @@ from trtmesh.engine.backends.torch.compute.runner import adapter_rows
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay, capture
 from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     MANY_ROWS,
+    RANKS,
     TILE_WORDS,
+    UNIT_WORDS,
     Factors,
     Tiles,
     Updates,
@@ -48,11 +50,12 @@ class KernelTable(UpdateTable):
     ) -> None:
         super().__init__(target, slots, ranks, dtype, device)
         self.factors = Factors(self.a, self.b, torch.zeros(slots, dtype=torch.int32, device=device))
-        self._memory = memory
+        self.memory = memory
 
     def put(self, slot: int, update: Update | None) -> None:
-        super().put(slot, self._memory.staged(update) if update else None)
+        super().put(slot, self.memory.staged(update) if update else None)
         self.factors.ranks[slot] = self.ranks[slot]
+        self.memory.ranks[slot] = max(self.memory.ranks[slot], self.ranks[slot])
 
 
 class PinnedSlots(SlotMemory):
@@ -63,6 +66,8 @@ class PinnedSlots(SlotMemory):
         self._device = device
         self._stream = untyped.Stream(device) if device.type == "cuda" else None
         self._pinned = torch.empty(0)
+        self.ranks: dict[int, int] = {}
+        """The most ranks of an adapter in any table, by slot."""
 
     def table(
         self, target: Target, slots: int, ranks: int, dtype: torch.dtype, device: torch.device
@@ -74,7 +79,8 @@ class PinnedSlots(SlotMemory):
         return KernelTable(self, target, slots, ranks, dtype, device)
 
     @contextmanager
-    def filling(self) -> Iterator[None]:
+    def filling(self, slot: int) -> Iterator[None]:
+        self.ranks[slot] = 0
         if self._stream is None:
             yield
             return
@@ -99,14 +105,20 @@ class StepTiles:
     """The tiles of steps with up to `most_rows` rows of up to `most_slots` adapters, in memory that stays."""
 
     def __init__(
-        self, most_rows: int, tile_rows: int, most_slots: int, device: torch.device
+        self, tables: Collection[UpdateTable], most_rows: int, tile_rows: int, most_slots: int
     ) -> None:
+        table = next(iter(tables))
+        assert isinstance(table, KernelTable)
+        self._ranks = table.memory.ranks
+        self._most_runs = most_rank(tables) // RANKS
         self._tile_rows = tile_rows
         self._most_slots = most_slots
         self._first_row = TILE_WORDS * self._most_tiles(most_rows)
         self._first_slot = self._first_row + most_rows
-        self._staged = StagedWords(self._first_slot + most_rows, device)
-        self._step: Sequence[AdapterRows] = ()
+        self._first_unit = self._first_slot + most_rows
+        words = self._first_unit + UNIT_WORDS * self._most_units(most_rows)
+        self._staged = StagedWords(words, table.a.device)
+        self._step: Sequence[tuple[AdapterRows, int]] = ()
         self._fill(())
 
     def of(self, rows: int) -> Tiles:
@@ -114,29 +126,38 @@ class StepTiles:
         buffer = self._staged.buffer
         words = buffer[: TILE_WORDS * self._most_tiles(rows)].view(-1, TILE_WORDS)
         order = buffer[self._first_row : self._first_slot]
-        return Tiles(words, order, buffer[self._first_slot :], self._tile_rows)
+        slots = buffer[self._first_slot : self._first_unit]
+        units = buffer[self._first_unit :].view(-1, UNIT_WORDS)[: self._most_units(rows)]
+        return Tiles(words, order, slots, units, self._tile_rows)
 
     def fill(self, step: Sequence[AdapterRows]) -> None:
         """Takes the rows of the adapters; of a step like the last one, nothing is copied."""
-        if step != self._step:
-            self._step = step
-            self._fill(step)
+        found = [(each, self._ranks[each.slot]) for each in step]
+        if found != self._step:
+            self._step = found
+            self._fill(found)
 
-    def _fill(self, step: Sequence[AdapterRows]) -> None:
-        """The rows without an adapter come last, in order: the step may have any of these."""
+    def _fill(self, step: Sequence[tuple[AdapterRows, int]]) -> None:
+        """Takes the rows of adapters with their ranks. The rows without an adapter come last, in order: the step may
+        have any of these."""
         words = self._staged.begin()
         tiles = words[: self._first_row].reshape(-1, TILE_WORDS)
-        order, slots = words[self._first_row :].reshape(2, -1)
+        order, slots = words[self._first_row : self._first_unit].reshape(2, -1)
+        units = words[self._first_unit :].reshape(-1, UNIT_WORDS)
         slots[:] = -1
-        at = tile = 0
-        for each in step:
+        at = tile = unit = 0
+        for each, rank in step:
             count = len(each.rows)
+            for first in range(0, rank, RANKS):
+                unit += 1
+                units[unit] = each.slot, first
             order[at : at + count] = each.rows
             slots[each.rows] = each.slot
             for first in range(0, count, self._tile_rows):
                 tiles[tile] = each.slot, at + first, min(self._tile_rows, count - first), 0
                 tile += 1
             at += count
+        units[0] = unit, 0
         order[at:] = np.flatnonzero(slots < 0)
         tiles[tile:] = -1, len(order), 0, 0
         free = np.arange(at, len(order), self._tile_rows)
@@ -147,21 +168,27 @@ class StepTiles:
     def _most_tiles(self, rows: int) -> int:
         return min(rows, rows // self._tile_rows + self._most_slots + 1)
 
+    def _most_units(self, rows: int) -> int:
+        """With the words of their number."""
+        return 1 + min(rows, self._most_slots) * self._most_runs
+
+
+def most_rank(tables: Collection[UpdateTable]) -> int:
+    return max(table.a.shape[1] for table in tables)
+
 
 class KernelUpdates:
     """Implements Products. The kernels read the tiles of a step from the device, so a graph serves any adapters."""
 
     def __init__(self, tables: Collection[UpdateTable], max_tokens: int) -> None:
-        a = next(iter(tables)).a
-        self.slots = len(a)
-        self.device = a.device
-        self._most_rank = max(table.a.shape[1] for table in tables)
-        self._own = StepTiles(max_tokens, MANY_ROWS, self.slots, self.device)
+        self.tables = tables
+        self.slots = len(next(iter(tables)).a)
+        self._own = StepTiles(tables, max_tokens, MANY_ROWS, self.slots)
         self._tiles = self._own
 
     def most_bytes(self, tokens: int) -> int:
         """Memory for a layer of a step with so many tokens."""
-        return most_inner_bytes(tokens, self._most_rank)
+        return most_inner_bytes(tokens, most_rank(self.tables))
 
     def begin(self, step: Sequence[AdapterRows]) -> None:
         self._own.fill(step)
@@ -197,7 +224,7 @@ class AdaptedSteps:
         self._adapters = adapters
         self._updates = updates
         most_slots = min(updates.slots, most_chunks)
-        self._tiles = StepTiles(most_rows, tile_rows, most_slots, updates.device)
+        self._tiles = StepTiles(updates.tables, most_rows, tile_rows, most_slots)
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Takes the adapters of a flat batch of chunks."""

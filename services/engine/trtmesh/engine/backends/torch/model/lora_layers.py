@@ -58,8 +58,8 @@ class SlotMemory:
     ) -> UpdateTable:
         return UpdateTable(target, slots, ranks, dtype, device)
 
-    def filling(self) -> AbstractContextManager[None]:
-        """To be held while tables are filled, on any thread; at its end the adapter is there."""
+    def filling(self, slot: int) -> AbstractContextManager[None]:
+        """To be held while a slot of the tables is filled, on any thread; at its end the adapter is there."""
         return nullcontext()
 
 
@@ -157,7 +157,7 @@ class DeviceAdapters:
 
     def load(self, slot: int, updates: Mapping[Place, Update]) -> None:
         """Copies an adapter into an unused slot; on any thread."""
-        with self._memory.filling():
+        with self._memory.filling(slot):
             for place, table in self._tables.items():
                 table.put(slot, updates.get(place))
 

@@ -18,7 +18,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     RANKS,
-    TILE_WORDS,
+    UNIT_WORDS,
     Inner,
     Updates,
     of_part,
@@ -57,7 +57,7 @@ def _one_row(
     first_ranks,
     second_ranks,
     third_ranks,
-    tiles,
+    slots,
     most_rank,
     extra,
     epsilon,
@@ -83,7 +83,7 @@ def _one_row(
         programs = tl.cdiv(most_rank, lines)
         part = tl.program_id(0) // programs
         r = tl.program_id(0) % programs * lines + tl.arange(0, lines)
-        slot = tl.load(tiles)
+        slot = tl.load(slots)
         rank = tl.load(of_part(part, first_ranks, second_ranks, third_ranks) + tl.maximum(slot, 0))
         in_lines = tl.where(is_extra, (slot >= 0) & (r < rank), in_lines)
         line = tl.where(is_extra, tl.maximum(slot, 0).to(tl.int32) * most_rank + r, line)
@@ -151,11 +151,10 @@ def _few_rows(
     first_ranks,
     second_ranks,
     third_ranks,
-    tiles,
-    most_rank,
     slots,
-    extra,
+    most_rank,
     units,
+    extra,
     rows,
     outputs,
     size: tl.constexpr,
@@ -168,11 +167,11 @@ def _few_rows(
     shrinks: tl.constexpr,
     parts: tl.constexpr,
     ranks: tl.constexpr,
-    tile_words: tl.constexpr,
+    unit_words: tl.constexpr,
     overlaps: tl.constexpr,
 ):
     """Program: (`lines` outputs, number below `shares`). The shares divide the inputs. With `shrinks`, the first
-    `extra` programs of a share multiply by A instead: `lines` ranks of units, each some ranks of the slot of a tile."""
+    `extra` programs of a share multiply by A instead: `lines` ranks of units, each some ranks of a slot."""
     if overlaps:
         gdc_launch_dependents()
     tile = tl.program_id(0) - extra
@@ -183,16 +182,15 @@ def _few_rows(
     matrix = weight
     if shrinks:
         is_extra = tile < 0
-        programs = tl.cdiv(units * ranks, lines)
+        programs = extra // parts
         part = tl.program_id(0) // programs
         at = tl.program_id(0) % programs * lines + tl.arange(0, lines)
-        unit = at // ranks
-        runs = most_rank // ranks
-        known = is_extra & (unit < units)
-        slot = tl.load(tiles + unit // runs * tile_words, mask=known, other=-1)
+        known = is_extra & (at // ranks < tl.load(units))
+        place = units + (1 + at // ranks) * unit_words
+        slot = tl.load(place, mask=known, other=-1)
+        first_rank = tl.load(place + 1, mask=known, other=0)
         place_of_rank = of_part(part, first_ranks, second_ranks, third_ranks) + slot
         rank = tl.load(place_of_rank, mask=slot >= 0, other=0)
-        first_rank = unit % runs * ranks
         used = first_rank < rank
         if is_extra & (tl.max(used.to(tl.int32), 0) == 0):
             return
@@ -373,10 +371,9 @@ class FewRows:
         inner: Inner | None,
     ) -> None:
         size, (rows, outputs) = given.shape[1], output.shape
-        units = extra = 0
+        extra = 0
         if updates:
-            units = len(updates.tiles.words) * (updates.most_rank // RANKS)
-            extra = len(updates.parts) * triton.cdiv(units * RANKS, LINES)
+            extra = len(updates.parts) * triton.cdiv((len(updates.tiles.units) - 1) * RANKS, LINES)
         gated = outputs < len(weight)
         shared = shares(outputs // LINES, size)
         # Within the shared memory, and the fastest on an H200.
@@ -392,7 +389,6 @@ class FewRows:
             self._done,
             *shrink_arguments(updates, inner),
             extra,
-            units,
             rows,
             outputs,
             size=size,
@@ -405,7 +401,7 @@ class FewRows:
             shrinks=updates is not None,
             parts=len(updates.parts) if updates else 0,
             ranks=RANKS,
-            tile_words=TILE_WORDS,
+            unit_words=UNIT_WORDS,
             num_warps=4,
             num_stages=3 if depth > DEPTH else 4,
             **self._options,

@@ -2,7 +2,8 @@
 
 A program takes a tile: rows with the same slot, at most as many as a matrix instruction multiplies at once. Ranks
 beyond that of the slot are left out. Each launch beside those of a layer costs more than 2 us, so products of few rows
-shrink as well, in programs of their own, otherwise shrink computes the norm before, and expand the activation after.
+shrink as well, in programs of their own with some units each, otherwise shrink computes the norm before, and expand the
+activation after.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ COLUMNS = 128
 """Outputs of a program."""
 TILE_WORDS = 4
 """Words of a tile: the slot, -1 without an adapter; the place of the first row in the order; the rows; and padding."""
+UNIT_WORDS = 2
+"""Words of a unit: a slot with rows, and the first of RANKS ranks that it has in some layer. The words before hold the
+number of units."""
 FEW_ROWS = 16
 """Rows of a tile of a decode step."""
 MANY_ROWS = 64
@@ -50,6 +54,8 @@ class Tiles:
     """All rows, in the order of tiles, [rows] int64."""
     slots: Tensor
     """The slot of each row, -1 without an adapter, [rows] int64."""
+    units: Tensor
+    """[1 + units, UNIT_WORDS] int64"""
     rows: int
     """Most rows of a tile: FEW_ROWS or MANY_ROWS."""
 
@@ -438,9 +444,9 @@ def shrink_arguments(updates: Updates | None, inner: Inner | None) -> Sequence[A
         inner.sums,
         *_three([each.a for each in parts]),
         *_three([each.ranks for each in parts]),
-        tiles.words,
-        updates.most_rank,
         tiles.slots,
+        updates.most_rank,
+        tiles.units,
     )
 
 
