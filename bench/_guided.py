@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
 from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler, compiler_for
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files
+from trtmesh.engine.backends.torch.preparation import PartLease
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import sequences_of
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -180,14 +182,6 @@ class Lab:
             }
         )
         self._loaded = load_engine(model, weight_files(model), settings)
-        info = self._loaded.info
-        compiler = compiler_for(model, info.vocabulary_size, info.end_ids, 8)
-        assert compiler
-        # No answer ends before its last token.
-        entries: dict[str, Any] = {"type": "array", "items": ENTRY, "minItems": 1000}
-        self._grammars = [
-            compiled(compiler, {**entries, "title": str(number)}) for number in range(64)
-        ]
         self._keys = count()
 
     def compare(self, rows: int, rounds: int) -> dict[str, Any]:
@@ -214,11 +208,29 @@ class Lab:
     def _rate(self, rows: int, schemas: int) -> float:
         """Tokens a second of the steps in which all decode."""
         for row in range(rows):
-            self._add(row, self._grammars[row % schemas] if schemas else None)
+            if not schemas:
+                self._add(row)
+            elif row < schemas:
+                grammar, lease = self._compiled(row, rows // schemas)
+                for own in range(row, rows, schemas):
+                    self._add(own, grammar, lease)
         seconds, tokens = self._decode(self._loaded.engine, rows)
         return tokens / seconds
 
-    def _add(self, row: int, grammar: Grammar | None) -> None:
+    def _compiled(self, number: int, holders: int) -> tuple[Grammar, PartLease]:
+        # No answer ends before its last token.
+        entries = {"type": "array", "items": ENTRY, "minItems": 1000, "title": str(number)}
+        asked = GuidedDecoding(pb.GUIDE_TYPE_JSON_SCHEMA, json.dumps(entries))
+        made = Future[Any]()
+        assert self._loaded.grammars
+        lease = self._loaded.grammars.compile("", asked, holders, made.set_result)
+        grammar = made.result()
+        assert isinstance(grammar, Grammar), grammar
+        return grammar, lease
+
+    def _add(
+        self, row: int, grammar: Grammar | None = None, lease: PartLease | None = None
+    ) -> None:
         asked = GuidedDecoding(pb.GUIDE_TYPE_JSON) if grammar else None
         config = GenerationConfig(
             stopping=Stopping(max_tokens=NEW_TOKENS, ignore_end_id=True),
@@ -231,4 +243,5 @@ class Lab:
         )
         for sequence in sequences:
             sequence.grammar = grammar
+            sequence.leases += [lease] if lease else []
         self._loaded.engine.add(item.keys, sequences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,15 +17,19 @@ from engine.torch.drafts.drafters import FixedLengths, Knowing, draft
 from engine.torch.guided.guides import guided
 from engine.torch.harness import configure, running
 from oracle import tiny_models
+from tokenizers import Tokenizer
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import (
     FIRST_SECONDS,
+    SHARERS,
     Grammar,
+    Grammars,
     Guide,
     GuideCounts,
     Matcher,
 )
 from trtmesh.engine.backends.torch.guided.guidance import compiler_for, filling_together
+from trtmesh.engine.backends.torch.preparation import PartLease
 from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.engine.backends.torch.sampling.mask_time import STEP_SECONDS, MaskTime
 from trtmesh.v1 import generation_pb2 as pb
@@ -120,6 +125,44 @@ def test_masks_made_together_are_those_made_alone(
                     sequence.tokens.pop()
     assert sum(filled) > 90
     assert counts.mask_seconds > 0
+
+
+def test_a_grammar_has_automata_for_its_sequences(llama: Path) -> None:
+    """As many as fill masks at once, each at the same places."""
+    compile_guide = compiler_for(llama, tiny_models.VOCABULARY_SIZE, (0,), 8)
+    assert compile_guide
+    grammars = Grammars(compile_guide, automata=4)
+    asked = GuidedDecoding(pb.GUIDE_TYPE_JSON)
+
+    def compiled(holders: int) -> tuple[Grammar, PartLease]:
+        made = Future[Any]()
+        lease = grammars.compile("", asked, holders, made.set_result)
+        return made.result(), lease
+
+    grammar, _ = compiled(1)
+    assert not grammar.further
+    same, lease = compiled(2 * SHARERS)
+    assert same is grammar
+    first = len(grammar.further)
+    assert 1 <= first < 3
+    for _ in range(2 * SHARERS):
+        lease.give_back()
+    compiled(1)
+    assert len(grammar.further) == first
+    compiled(20 * SHARERS)
+    assert len(grammar.further) == 3
+    assert grammars.counts.compiled == 4
+    starts: list[Any] = [grammar.begin() for _ in range(8)]
+    assert len({id(each.origin) for each in starts}) == 4
+    guides = [Guide(grammar, 0) for _ in range(4)]
+    (brace,) = Tokenizer.from_file(str(llama / "tokenizer.json")).encode("{").ids
+    for tokens in ([], [brace]):
+        for guide in guides:
+            guide.catch_up(tokens)
+            assert not guide.problem
+        masks = {guide.mask((0,)).tobytes() for guide in guides}
+        assert len(masks) == 1
+    grammars.close()
 
 
 def test_failing_guides_are_left_to_the_choice() -> None:

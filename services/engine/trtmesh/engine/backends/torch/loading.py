@@ -71,7 +71,7 @@ LESS_CACHE = (
     "engine.torch.kv_cache.tokens, bytes or free_memory_fraction, or engine.torch.host_cache.bytes"
 )
 LESS_DRAFTER = "engine.torch.draft_model, or take a smaller one"
-MASK_THREADS = 8
+MASK_THREADS = 16
 """Most masks filled at once, while a GPU computes."""
 LAYERS_PER_PART = 4
 """Layers of KV that a handoff to another worker transfers at once, while later layers are computed."""
@@ -255,11 +255,11 @@ def _engine(
         ranks.group.wait()
         tokens_per_block = settings.kv_cache.tokens_per_block
         compute = LeadingCompute(compute, block_tables, tokens_per_block, ranks)
-    grammars = Grammars(compile_guide) if compile_guide else None
+    # Where the device computes apart, threads of this process are idle meanwhile.
+    threads = 0 if device.name.type == "cpu" else min(MASK_THREADS, (os.cpu_count() or 1) - 2)
+    grammars = Grammars(compile_guide, max(1, threads)) if compile_guide else None
     drafting = _drafting(settings, installed, info, compute)
     guide_counts = grammars.counts if grammars else None
-    # Where the device computes apart, threads of this process are idle meanwhile.
-    threads = 0 if device.name.type == "cpu" else min(MASK_THREADS, (os.cpu_count() or 1) // 2)
     together = filling_together(threads) if compile_guide and threads > 1 else None
     engine = Engine(compute, scheduler, adapters, handoffs, drafting, guide_counts, together)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)

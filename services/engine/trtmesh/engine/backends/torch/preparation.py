@@ -37,6 +37,11 @@ class PartLease:
         self._freed = freed
         self._lock = threading.Lock()
 
+    @property
+    def holders(self) -> int:
+        """How many have not given it back, the making included."""
+        return self._holders
+
     def check(self) -> None:
         """Raises Unwanted without a holder besides the caller."""
         if self._holders <= 1:

@@ -11,10 +11,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from math import inf
+from math import ceil, inf
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +32,9 @@ MOST_WAITING = 256
 """Most guided items in the worker, from the submission to the end; an item counts once, with any number of
 sequences."""
 MOST_KEPT = 32
-"""Grammars kept after the last use; a grammar in use takes up to 32 MiB."""
+"""Grammars kept after the last use; an automaton in use takes up to 32 MiB."""
+SHARERS = 2
+"""Sequences for each automaton of a grammar, up to the most automata: those that share one wait for each other."""
 
 FREE_SECONDS, SECONDS_OF_TOKEN = 0.25, 0.002
 """Most CPU time to follow a guide. Schemas take microseconds a token; a grammar with many readings of a text takes more
@@ -42,7 +44,7 @@ FIRST_SECONDS = 0.001
 """Expected time of the first mask of a sequence: more than most take."""
 
 TOGETHER_SECONDS = 0.0005
-"""Longest expected time of a mask filled together with others."""
+"""Expected time of masks filled together, and the most that one of these counts."""
 
 Row = NDArray[np.uint8]
 """A bit per id, in ascending order from the lowest bit of each byte."""
@@ -89,8 +91,24 @@ class Grammar:
     """A compiled guide."""
 
     start: Matcher
+    further: list[Matcher] = field(default_factory=list)
+    """The same place in automata of their own: masks of one automaton are filled one after another."""
     is_spoilt: bool = False
-    """Whether the automaton shared by all sequences is at the limit of size."""
+    """Whether an automaton is at the limit of size."""
+    leases: list[PartLease] = field(default_factory=list)
+    """Of the items with this grammar."""
+    _begun: int = 0
+
+    def begin(self) -> Matcher:
+        """A place before the first token, of each automaton in turn."""
+        self._begun += 1
+        turn = self._begun % (1 + len(self.further))
+        return (self.further[turn - 1] if turn else self.start).copy()
+
+    def automata(self, lease: PartLease, most: int) -> int:
+        """How many automata its sequences need, with those of one more item."""
+        self.leases = [*(each for each in self.leases if each.holders), lease]
+        return min(most, ceil(sum(each.holders for each in self.leases) / SHARERS))
 
 
 class Guide:
@@ -98,7 +116,7 @@ class Guide:
 
     def __init__(self, grammar: Grammar, prompt_tokens: int) -> None:
         self._grammar = grammar
-        self._matcher = grammar.start.copy()
+        self._matcher = grammar.begin()
         self._prompt_tokens = self._next = prompt_tokens
         self._mask: Row | None = None
         self.seconds = 0.0
@@ -155,8 +173,9 @@ class Guide:
 
     def _follow(self, tokens: SequenceOf[int], seconds: float) -> bool:
         """Returns whether all tokens were followed."""
+        if self._next == len(tokens):
+            return True
         began = time.thread_time()
-        until = began + seconds
         while self._next < len(tokens):
             self._mask = None
             # Token by token: with many readings of the text, a token may take milliseconds.
@@ -166,7 +185,7 @@ class Guide:
                 self._next = len(tokens)
                 break
             self._next += 1
-            if time.thread_time() > until:
+            if self._next < len(tokens) and time.thread_time() > began + seconds:
                 break
         self._count(began)
         return self._next == len(tokens)
@@ -223,8 +242,10 @@ class GuideCounts:
 class Grammars:
     """Compiles the guides of items on separate threads, and keeps the last grammars."""
 
-    def __init__(self, compile_guide: Compile) -> None:
+    def __init__(self, compile_guide: Compile, automata: int = 1) -> None:
+        """`automata` are the most of a grammar: as many as there are threads to fill masks."""
         self._compile_guide = compile_guide
+        self._automata = automata
         self.counts = GuideCounts()
         self._preparation = Preparation("grammars", MOST_WAITING, THREADS)
         self.close = self._preparation.close
@@ -257,17 +278,20 @@ class Grammars:
             grammar = self._kept.get(name)
         is_kept = grammar is not None and not grammar.is_spoilt
         if grammar is None or not is_kept:
-            grammar = self._compiled(asked, lease)
+            grammar = Grammar(self._compiled(asked, lease))
         with self._lock:
             self.counts.kept += is_kept
             self._kept[name] = grammar
             self._kept.move_to_end(name)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
+            missing = grammar.automata(lease, self._automata) - 1 - len(grammar.further)
+        for _ in range(missing):
+            grammar.further.append(self._compiled(asked, lease))
         return grammar
 
-    def _compiled(self, asked: GuidedDecoding, lease: PartLease) -> Grammar:
-        began, grammar = time.thread_time(), None
+    def _compiled(self, asked: GuidedDecoding, lease: PartLease) -> Matcher:
+        began, start = time.thread_time(), None
 
         def check() -> None:
             lease.check()
@@ -277,16 +301,16 @@ class Grammars:
 
         refused = 1
         try:
-            grammar = Grammar(self._compile_guide(asked, check))
+            start = self._compile_guide(asked, check)
         except Unwanted:
             refused = 0
             raise
         finally:
             with self._lock:
                 self.counts.compile_seconds += time.thread_time() - began
-                self.counts.compiled += grammar is not None
-                self.counts.not_compiled += refused if grammar is None else 0
-        return grammar
+                self.counts.compiled += start is not None
+                self.counts.not_compiled += refused if start is None else 0
+        return start
 
 
 def digest_of(asked: GuidedDecoding) -> bytes:

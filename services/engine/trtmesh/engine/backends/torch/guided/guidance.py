@@ -31,20 +31,32 @@ RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
 """The beginning of a rule in Lark's notation, within the attributes."""
 TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
 CAPTURE = re.compile(RULE + r"capture\b", re.MULTILINE)
+SLICE = r'[^"\\\x00-\x1F\x7F]{1,20}'
+"""Tokens that the library allows at once where the rest of a string may be so long, beside its own lengths, 10 and 30:
+a string near its limit takes it through the vocabulary, which is a hundred times as long."""
 JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA, pb.GUIDE_TYPE_STRUCTURAL_TAG)
 
 
 class GuidanceMatcher:
     """Implements Matcher."""
 
-    def __init__(self, own: LLMatcher, end_ids: Sequence[int], vocabulary_size: int) -> None:
-        """`end_ids` are the tokenizer's."""
+    def __init__(
+        self,
+        own: LLMatcher,
+        end_ids: Sequence[int],
+        vocabulary_size: int,
+        origin: GuidanceMatcher | None = None,
+    ) -> None:
+        """`end_ids` are the tokenizer's. `origin` is the first of the copies."""
         self.own = own
         self.end_ids = end_ids
         self._vocabulary_size = vocabulary_size
+        self.origin = origin or self
 
     def copy(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self.own.deep_copy(), self.end_ids, self._vocabulary_size)
+        # Copies share an automaton, and a lock.
+        own = self.own.deep_copy()
+        return GuidanceMatcher(own, self.end_ids, self._vocabulary_size, self.origin)
 
     @property
     def mask_bytes(self) -> int:
@@ -78,14 +90,13 @@ def filling_together(threads: int) -> FillTogether:
     executor = LLExecutor(threads)
 
     def fill(matchers: Sequence[Matcher], rows: Row) -> None:
-        places = []
-        for place, each in enumerate(matchers):
-            assert isinstance(each, GuidanceMatcher)
-            places.append((each.own, place))
-            end_ids = each.end_ids
+        known = [each for each in matchers if isinstance(each, GuidanceMatcher)]
+        places = [(each.own, place) for place, each in enumerate(known)]
+        # A thread takes neighbours.
+        places.sort(key=lambda entry: id(known[entry[1]].origin))
         executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.shape[1], len(rows))
         # The end ids of the model, and so of every row.
-        for token in end_ids:
+        for token in known[0].end_ids:
             rows[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
 
     return fill
@@ -224,7 +235,12 @@ def compiler_for(
 
     try:
         text = file.read_text(encoding="utf-8")
-        tokenizer = LLTokenizer(text, n_vocab=vocabulary_size, eos_token=list(end_ids) or None)
+        tokenizer = LLTokenizer(
+            text,
+            n_vocab=vocabulary_size,
+            eos_token=list(end_ids) or None,
+            slices=[*LLTokenizer.json_slices(), SLICE],
+        )
     except (OSError, ValueError) as error:
         log.warning("guided decoding is refused, since llguidance cannot use %s: %s", file, error)
         return None

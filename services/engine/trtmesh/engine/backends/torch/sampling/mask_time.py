@@ -67,8 +67,8 @@ class MaskTime:
         """Makes the masks that take little time together; after a failure none, and they are made one by one."""
         together: list[tuple[Continuation, Guide, Matcher]] = []
         for sequence in guided:
-            guide = sequence.guide
-            if guide and guide.last_seconds <= TOGETHER_SECONDS < self.seconds_left:
+            guide, has_time = sequence.guide, self.seconds_left > TOGETHER_SECONDS
+            if guide and has_time and guide.last_seconds <= STEP_SECONDS / 2:
                 before = guide.seconds
                 # One that fails is met again alone.
                 with suppress(Exception):
@@ -78,7 +78,7 @@ class MaskTime:
         if not together:
             return
         places = [place for _, _, place in together]
-        rows = np.zeros((len(places), places[0].mask_bytes), dtype=np.uint8)
+        rows = np.empty((len(places), places[0].mask_bytes), dtype=np.uint8)
         began = time.perf_counter()
         try:
             fill_together(places, rows)
@@ -87,7 +87,7 @@ class MaskTime:
             return
         took = time.perf_counter() - began
         # After a long one each is measured again.
-        each = took if took > STEP_SECONDS / 2 else min(took, TOGETHER_SECONDS)
+        each = took if took > STEP_SECONDS else min(took, TOGETHER_SECONDS)
         for row, (sequence, guide, _) in zip(rows, together, strict=True):
             guide.take(row, sequence.rule.end_ids, each)
             self._counts.not_followed += bool(guide.problem)
