@@ -59,7 +59,7 @@ class FixedLengths:
 
     drafts: int
 
-    def waits(self, rows: int) -> bool:
+    def waits(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> bool:
         return True
 
     def choose(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> list[int]:

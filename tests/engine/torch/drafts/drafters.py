@@ -22,7 +22,7 @@ class FixedLengths:
 
     drafts: int
 
-    def waits(self, rows: int) -> bool:
+    def waits(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> bool:
         return True
 
     def choose(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> list[int]:
@@ -81,7 +81,7 @@ class AnyLengths:
     def __init__(self, seed: int = 0) -> None:
         self.dice = Random(seed)
 
-    def waits(self, rows: int) -> bool:
+    def waits(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> bool:
         return self.dice.random() < 0.7
 
     def choose(self, rows: int, rates: Sequence[float], most: Sequence[int]) -> list[int]:

@@ -28,6 +28,9 @@ MOST_GIVEN = 64
 """Most drafts of a client in a step."""
 PAUSE_STEPS = 256
 """Steps without drafts after an error of the drafter."""
+FORESIGHT, FORESEEN = 0.05, 8
+"""Share of the time of steps launched ahead for guesses of what could follow them, and the most sequences guessed for;
+the others are taken to be alike."""
 
 
 @dataclass(slots=True)
@@ -109,6 +112,8 @@ class Speculation:
     """Whether the time of the step measures drafts."""
     is_ahead: bool = False
     """Whether the step was launched before the preceding tokens were known."""
+    has_waited: bool = False
+    """Whether it was not, for drafts."""
 
 
 @dataclass(slots=True)
@@ -154,8 +159,12 @@ class Drafting:
         # On a CPU of the engine's thread alone: other processes must not count.
         self._now = time.perf_counter if is_apart else time.thread_time
         self._is_apart = is_apart
-        self._finished = 0.0
+        self._finished = self._seconds = 0.0
+        """The end and the time of the last step."""
         self._held = 0
+        self._has_waited = False
+        self._resting_steps = 0
+        """Steps launched ahead without foresight."""
 
     def follow(self, sequence: Sequence) -> None:
         draft = sequence.config.draft
@@ -185,6 +194,7 @@ class Drafting:
         taken = [chunk for chunk in chunks if self._takes(chunk)]
         decodes = len(taken) == len(chunks) and all(chunk.count == 1 for chunk in taken)
         step = Speculation([], len(chunks) if decodes else 0, self._now())
+        step.has_waited, self._has_waited = self._has_waited, False
         if not taken:
             return step
         left = self._most_step_tokens - sum(chunk.count for chunk in chunks)
@@ -194,21 +204,55 @@ class Drafting:
                 if chunk.drafts:
                     left -= len(chunk.drafts)
                     step.chunks.append(chunk)
+        # Of drafts, the number that holds must be known.
+        self._has_waited = self._is_apart and bool(step.chunks)
         return step
 
     def waits(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the next step waits for the tokens of the sequences, and so may have drafts, instead of a launch
         ahead."""
-        known = [self._followed[each.key] for each in sequences if each.key in self._followed]
-        if any(each.given_right < len(each.given) for each in known):
+        known = [each for each in sequences if each.key in self._followed]
+        followed = [self._followed[each.key] for each in known]
+        if any(each.given_right < len(each.given) for each in followed):
             return True
-        may_draft = self.drafter is not None and not self._paused_steps
-        return may_draft and bool(known) and self.lengths.waits(len(sequences))
+        if self.drafter is None or self._paused_steps or not known:
+            return False
+        if self._resting_steps:
+            self._resting_steps -= 1
+            return False
+        began = time.perf_counter()
+        most = [
+            min(self._most_of(len(sequences)), each)
+            for each in self._foreseen(self.drafter, followed[:FORESEEN], known[:FORESEEN])
+        ]
+        rates = [each.rate for each in followed[:FORESEEN]]
+        alike = ceil(len(known) / FORESEEN)
+        self._has_waited = self.lengths.waits(len(sequences), rates * alike, most * alike)
+        seconds = time.perf_counter() - began
+        self._resting_steps = int(seconds / (FORESIGHT * self._seconds)) if self._seconds else 0
+        return self._has_waited
+
+    def _most_of(self, rows: int) -> int:
+        """Most drafts of a sequence, where all have equally many."""
+        return max(1, min(MOST_DRAFTS, self._most_step_tokens // rows - 1))
+
+    def _foreseen(
+        self, drafter: Drafter, followed: SequenceOf[Followed], sequences: SequenceOf[Sequence]
+    ) -> list[int]:
+        """How many drafts could follow the tokens under way, by the tokens known."""
+        if not drafter.is_free:
+            return [MOST_DRAFTS] * len(sequences)
+        for each, sequence in zip(followed, sequences, strict=True):
+            each.observe(sequence.tokens)
+        wishes = [(sequence, MOST_DRAFTS + 1) for sequence in sequences]
+        guesses = self._guesses(drafter, followed, wishes)
+        return [max(0, len(guess) - 1) for guess in guesses]
 
     def ahead(self, chunks: SequenceOf[Chunk]) -> Speculation | None:
         """The step of `chunks` launched ahead, to be measured; None without a sequence open to drafts."""
         if self._paused_steps:
             self._paused_steps -= 1
+        self._has_waited = False
         if not any(chunk.sequence.key in self._followed for chunk in chunks):
             return None
         return Speculation([], len(chunks), self._now(), is_ahead=True)
@@ -233,11 +277,17 @@ class Drafting:
         before."""
         now, held = self._now(), self._held
         seconds = now - max(step.started, self._finished)
-        self._finished, self._held = now, 0
+        self._finished, self._seconds, self._held = now, seconds, 0
         if step.rows:
             drafts = sum(len(chunk.drafts) for chunk in step.chunks)
             took = StepTime(
-                step.rows, drafts, held, seconds, step.is_ahead, is_typical=step.is_typical
+                step.rows,
+                drafts,
+                held,
+                seconds,
+                step.is_ahead,
+                is_typical=step.is_typical,
+                has_waited=step.has_waited,
             )
             self.lengths.measured(took)
 
@@ -267,7 +317,7 @@ class Drafting:
             )
             if not drafts[-1] and chunk.count == 1:
                 followed.observe(sequence.tokens)
-                asking.append((place, followed, sequence, min(MOST_DRAFTS, most)))
+                asking.append((place, followed, sequence, min(self._most_of(rows), most)))
         if self._paused_steps:
             self._paused_steps -= 1
         elif asking and self.drafter:

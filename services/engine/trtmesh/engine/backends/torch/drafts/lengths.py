@@ -3,7 +3,11 @@
 A draft accepted with probability p is worth p tokens, and costs the time of a row. A step of `rows` sequences yields
 `rows` tokens in the `plain` time, so a draft pays where p > cost * rows / plain. The plain time and the cost are
 learned from the steps, for each size of a batch: the extra time of a step is fitted by a fixed cost and a cost per
-draft. Drafts are tried at unknown cost, and now and then where they did not pay.
+draft. Drafts are tried at unknown cost, and now and then where they did not pay: no sooner than the steps since have
+paid for what was lost.
+
+Where steps are launched ahead, the plain time is that of such a step, and the fixed cost has the wait for the preceding
+tokens. A step waits where the drafts that seem to follow are worth the wait.
 
 Of many uncertain shares the highest are mostly too high, so drafts that should pay may not. What steps with drafts have
 gained is compared with what they took: after a loss only drafts of twice the worth are chosen, for a while.
@@ -26,8 +30,9 @@ DECAY = 0.97
 """Weight of a step with drafts beside the next."""
 PRIOR = 0.3
 """Weight of the assumed cost, in steps of four drafts."""
-ASSUMED_SHARE = 0.5
-"""Assumed cost of a draft, as a share of the cost of a sequence in a batch of at least four."""
+ASSUMED_SHARE, ASSUMED_SHARE_AHEAD = 0.5, 0.1
+"""Assumed cost of a draft, as a share of the cost of a sequence in a batch of at least four: on a CPU, and on a device
+that is launched ahead, whose steps take little longer with more rows."""
 MOST_MARGIN = 16 * MARGIN
 FIRST_RETRY, RETRY_STEPS = 16, 512
 """Where drafts do not pay, some are tried again after so many steps: at first soon, since a single step may have been
@@ -36,14 +41,10 @@ LEAST_JUDGED, JUDGED = 2, 32
 """Steps with drafts after which a loss may be noticed, and after which a gain is believed."""
 PLAIN_EVERY = 64
 """Where they pay, a step in so many has none."""
-FIRST_TRIAL, MOST_AHEAD = 2, 2048
-"""Steps launched ahead before drafts are tried: first `FIRST_TRIAL`, then four times as many each time, at most
-`MOST_AHEAD`."""
-TRIAL_STEPS = 4
-"""Least number of trial steps with a wait for drafts."""
-TRIAL_DECAY = 0.97
-TRIALS_AFTER = 256
-"""Where drafts pay, launches ahead are tried again after so many steps with a wait."""
+TRIAL_DRAFTS = 16
+"""Most drafts of a step that tries them."""
+PAID_BACK = 0.01
+"""Share of a plain step that pays for the losses of trials."""
 OUTLIER = 3.0
 """A time is cut to so many times the expected time: the rest has another cause than the step."""
 
@@ -62,14 +63,16 @@ class StepTime:
     """Whether the step was launched before the preceding tokens were known."""
     is_typical: bool = True
     """Whether only the drafts explain the time."""
+    has_waited: bool = False
+    """Whether drafts, be there any or not, kept the step from being launched ahead."""
 
 
 class Lengths(Protocol):
     """Decides the number of drafts."""
 
-    def waits(self, rows: int) -> bool:
+    def waits(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> bool:
         """Whether a step of `rows` sequences waits for the preceding tokens, and so may have drafts, instead of a
-        launch ahead."""
+        launch ahead. `most` are drafts that could follow, if the token under way is as guessed."""
 
     def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> SequenceOf[int]:
         """The drafts of each sequence, at most `most`, in a step of `rows` sequences; `rates` are the shares of
@@ -85,10 +88,20 @@ class AdaptiveLengths:
     def __init__(self) -> None:
         self._costs: dict[int, StepCosts] = {}
 
-    def waits(self, rows: int) -> bool:
-        return self._costs_of(rows).pace.waits
+    def waits(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> bool:
+        return any(self._chosen(rows, rates, most, rates))
 
     def choose(self, rows: int, rates: SequenceOf[float], most: SequenceOf[int]) -> SequenceOf[int]:
+        return self._chosen(rows, rates, most, [1.0] * len(most))
+
+    def _chosen(
+        self,
+        rows: int,
+        rates: SequenceOf[float],
+        most: SequenceOf[int],
+        chances: SequenceOf[float],
+    ) -> SequenceOf[int]:
+        """`choose` for drafts after tokens that are as guessed with these chances."""
         none = [0] * len(most)
         costs = self._costs_of(rows)
         if not costs.plain or costs.drafted_in_a_row >= PLAIN_EVERY:
@@ -96,19 +109,17 @@ class AdaptiveLengths:
         token = costs.account.margin * rows / costs.plain
         price, fixed = costs.each * token, costs.fixed * token
         lengths = [_paying(rate, cap, price) for rate, cap in zip(rates, most, strict=True)]
-        worth = sum(map(_expected, rates, lengths)) - price * sum(lengths)
-        if worth > fixed:
+        gains = map(_expected, rates, lengths)
+        worth = sum(a * b for a, b in zip(chances, gains, strict=True)) - price * sum(lengths)
+        if worth > fixed and costs.are_known:
             return lengths
         # How many drafts come is up to the drafter: steps without any do not count.
-        if costs.plain_in_a_row >= costs.account.retry_after:
-            return [min(2, each) for each in most]
-        return none
+        may_try = costs.plain_in_a_row >= costs.account.retry_after and costs.lost <= 0
+        return _trial(most) if worth > fixed or may_try else none
 
     def measured(self, step: StepTime) -> None:
-        costs = self._costs_of(step.rows)
-        costs.pace.add(step)
-        if step.is_typical and not step.is_ahead:
-            costs.add(step)
+        if step.is_typical:
+            self._costs_of(step.rows).add(step)
 
     def _costs_of(self, rows: int) -> StepCosts:
         # Batches of a similar size share measurements.
@@ -130,49 +141,13 @@ def _expected(rate: float, drafts: int) -> float:
     return rate * (1 - rate**drafts) / (1 - rate)
 
 
-class Pace:
-    """Whether steps wait for drafts. A step launched ahead takes less time, so drafts must make up for more than their
-    own. Steps wait for a trial now and then, and on, while they give more tokens in the time."""
-
-    def __init__(self) -> None:
-        self.waits = False
-        self._ahead = 0.0
-        """Seconds of a step launched ahead, per sequence; 0 while unknown."""
-        self._steps = 0
-        """Steps of this kind since the last change between waiting and launching ahead."""
-        self._retry_after = FIRST_TRIAL
-        # Of steps with a wait: tokens per sequence, and seconds.
-        self._tokens = self._seconds = 0.0
-
-    def add(self, step: StepTime) -> None:
-        seconds = step.seconds / step.rows
-        if step.is_ahead == self.waits:
-            # The step was launched before the last change.
-            return
-        self._steps += 1
-        if step.is_ahead:
-            seconds = min(seconds, OUTLIER * (self._ahead or seconds))
-            self._ahead += (PLAIN_WEIGHT if self._ahead else 1.0) * (seconds - self._ahead)
-            if self._steps >= self._retry_after:
-                self._change()
-            return
-        self._tokens = TRIAL_DECAY * self._tokens + 1 + step.held / step.rows
-        most = 2 * OUTLIER * self._ahead * (1 + step.drafts / step.rows)
-        self._seconds = TRIAL_DECAY * self._seconds + min(seconds, most)
-        gain = self._tokens * self._ahead / self._seconds
-        # The fewer steps, the more may be chance.
-        if self._steps >= TRIAL_STEPS and gain < 1 - 2 / self._steps:
-            self._retry_after = min(4 * self._retry_after, MOST_AHEAD)
-            self._change()
-        elif self._steps >= TRIALS_AFTER:
-            # The other kind is measured again.
-            self._retry_after = FIRST_TRIAL
-            self._change()
-
-    def _change(self) -> None:
-        self.waits = not self.waits
-        self._steps = 0
-        self._tokens = self._seconds = 0.0
+def _trial(most: SequenceOf[int]) -> list[int]:
+    """A few drafts."""
+    left, lengths = TRIAL_DRAFTS, list[int]()
+    for each in most:
+        lengths.append(min(2, each, left))
+        left -= lengths[-1]
+    return lengths
 
 
 class Account:
@@ -192,7 +167,7 @@ class Account:
         self._cost += cost
         self._gain += gain
         # The fewer drafts, the more may be chance.
-        least = self._cost * (1 - 2 / sqrt(self._drafts))
+        least = self._cost * (1 - 2 / sqrt(max(1, self._drafts)))
         if self._steps >= LEAST_JUDGED and self._gain < least:
             self._begin(min(2 * self.margin, MOST_MARGIN))
         elif self._steps >= JUDGED:
@@ -219,15 +194,26 @@ class StepCosts:
         """Further seconds of a step with drafts, and of each draft."""
         self.plain_in_a_row = self.drafted_in_a_row = 0
         self.account = Account()
-        self.pace = Pace()
+        self.lost = 0.0
+        """Plain steps in whose time drafts have lost more than they gained, without those paid back."""
+        self._goes_ahead = False
         # Sums over steps with drafts: 1, drafts, drafts², seconds beyond the plain time, and the latter times drafts.
         self._sums = [0.0] * 5
 
+    @property
+    def are_known(self) -> bool:
+        return self._sums[0] > 0
+
     def add(self, step: StepTime) -> None:
-        if not step.drafts:
+        if step.drafts or step.has_waited:
+            if self.plain:
+                self._add_drafted(step)
+            return
+        if step.is_ahead and not self._goes_ahead:
+            self._goes_ahead, self.plain = True, 0.0
+        # Other steps than those launched ahead are of batches that have just changed.
+        if step.is_ahead == self._goes_ahead:
             self._add_plain(step.rows, step.seconds)
-        elif self.plain:
-            self._add_drafted(step)
 
     def _add_plain(self, rows: int, seconds: float) -> None:
         if self.plain:
@@ -238,6 +224,7 @@ class StepCosts:
             self._fit(rows)
         self.plain_in_a_row += 1
         self.drafted_in_a_row = 0
+        self.lost = max(0.0, self.lost - PAID_BACK)
 
     def _add_drafted(self, step: StepTime) -> None:
         rows, drafts = step.rows, step.drafts
@@ -250,14 +237,17 @@ class StepCosts:
         if self.plain_in_a_row >= self.account.retry_after:
             self.account.tried()
         self.plain_in_a_row = 0
+        self.lost = max(0.0, self.lost + extra / self.plain - step.held / rows)
         self.account.add(drafts, extra, self.plain * step.held / rows)
 
     def _fit(self, rows: int) -> None:
-        """Least squares, drawn to no fixed cost and the assumed cost of each draft."""
+        """Least squares, drawn to the assumed cost of each draft, and to no fixed cost where no step is launched
+        ahead."""
         count, drafts, squares, extra, products = self._sums
-        count += PRIOR
+        count += PRIOR * (not self._goes_ahead or not count)
         squares += PRIOR * 16
-        products += PRIOR * 16 * ASSUMED_SHARE * self.plain / max(4, rows)
+        share = ASSUMED_SHARE_AHEAD if self._goes_ahead else ASSUMED_SHARE
+        products += PRIOR * 16 * share * self.plain / max(4, rows)
         determinant = count * squares - drafts * drafts
         self.fixed = max(0.0, (extra * squares - drafts * products) / determinant)
         self.each = max(0.0, (products - drafts * self.fixed) / squares)
