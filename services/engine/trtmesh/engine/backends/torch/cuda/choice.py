@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NOTHING_LEFT
+from trtmesh.engine.backends.torch.cuda.step_inputs import Copied
 from trtmesh.engine.backends.torch.sampling.choice import (
     LogitsChoice,
     TokenChoice,
@@ -48,15 +48,18 @@ class GraphChoice:
             choice.ids, choice.peaks = _copy(choice.ids), _copy(choice.peaks)
         self._tokens = _copy(tokens)
         self._log_probs = _NONE if log_probs is None else _copy(log_probs).numpy()
-        untyped: Any = torch.cuda
-        self._copied = untyped.Event() if tokens.is_cuda else None
-        if self._copied:
-            self._copied.record()
+        self._copied = Copied(tokens.device)
+        self._copied.record()
         self.token_ids: list[int] = []
+        self._failures: dict[int, TrtmeshError] | None = None
 
     def read(self) -> dict[int, TrtmeshError]:
-        if self._copied:
-            self._copied.synchronize()
+        if self._failures is None:
+            self._failures = self._read()
+        return self._failures
+
+    def _read(self) -> dict[int, TrtmeshError]:
+        self._copied.wait()
         self.token_ids = self._tokens.tolist()
         failures: dict[int, TrtmeshError] = {}
         for row, token in enumerate(self.token_ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,24 +45,41 @@ class StagedWords:
         self._stages[self._next].send(self.buffer, count)
 
 
+class Copied:
+    """The end of a copy between a device and pinned memory; elsewhere copies end at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        untyped: Any = torch.cuda
+        self._event = untyped.Event() if device.type == "cuda" else None
+        self._device = device
+
+    def record(self) -> None:
+        if self._event:
+            self._event.record(_stream_of(self._device))
+
+    def wait(self) -> None:
+        if self._event:
+            self._event.synchronize()
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    """The stream of all steps. PyTorch takes longer to tell it than to record an event."""
+    return torch.cuda.current_stream(device)
+
+
 class _Stage:
     """Pinned memory, and the end of the last copy from there."""
 
     def __init__(self, words: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._memory = torch.zeros(words, dtype=torch.int64, pin_memory=pinned)
-        untyped: Any = torch.cuda
-        self._copied = untyped.Event() if pinned else None
+        self._memory = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copied = Copied(device)
+        self.wait = self._copied.wait
         self.words = self._memory.numpy()
-
-    def wait(self) -> None:
-        if self._copied:
-            self._copied.synchronize()
 
     def send(self, buffer: torch.Tensor, count: int) -> None:
         buffer[:count].copy_(self._memory[:count], non_blocking=True)
-        if self._copied:
-            self._copied.record()
+        self._copied.record()
 
 
 def aligned(words: int) -> int:
