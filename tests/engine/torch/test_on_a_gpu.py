@@ -16,6 +16,7 @@ import torch
 from e2e.mesh import ENDLESS, PATIENT, Mesh, running_mesh
 from engine.torch.combinations import rows
 from engine.torch.conftest import Device, ModelDir
+from engine.torch.drafts.drafters import AnyLengths, Knowing, draft
 from engine.torch.handoff_lab import workers
 from engine.torch.harness import configure, running
 from oracle import tiny_models
@@ -51,15 +52,22 @@ async def test_cached_and_offloaded_prefixes_change_nothing(
         assert first == again == expected
 
 
+@pytest.mark.parametrize("drafts", ["off", "ngram"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 async def test_handed_over_tokens_are_those_of_generate(
-    family: str, model_dir: ModelDir, gpu: Device
+    family: str, drafts: str, model_dir: ModelDir, gpu: Device
 ) -> None:
+    """Also where either side has drafts, of which some hold."""
     folder = model_dir(family)
     prompts = [prompt for prompt in tiny_models.prompts(12) if len(prompt) > 1]
     model = tiny_models.reference_model(folder)
-    async with workers(folder, gpu, {**gpu, "tokens_per_block": 8}) as pair:
+    settings, known = {**gpu, "drafts": drafts}, dict[tuple[int, int], list[int]]()
+    async with workers(folder, settings, {**settings, "tokens_per_block": 8}) as pair:
+        if drafts != "off":
+            for engine in (pair.one, pair.other):
+                draft(engine, Knowing(known, 0.7), AnyLengths(3))
         for prompt in prompts:
+            known[0, 0] = tiny_models.greedy(model, prompt, NEW_TOKENS)
             lease = await pair.reserve(pair.one, pair.other, len(prompt))
             (before,) = await pair.one.ended(
                 pair.one.submit(prompt, FREE, sender_lease_id=lease),
@@ -68,8 +76,8 @@ async def test_handed_over_tokens_are_those_of_generate(
             assert before.end.reason == pb.FINISH_REASON_HANDOFF
             keys = await pair.decode(pair.other, lease, prompt, before.token_ids, FREE)
             (after,) = await pair.other.ended(keys)
-            found = before.token_ids + after.token_ids
-            assert found == tiny_models.greedy(model, prompt, NEW_TOKENS)
+            assert before.token_ids + after.token_ids == known[0, 0]
+        assert (drafts == "off") == (not pair.other.backend.stats().accepted_draft_tokens)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "llama", "mistral", "qwen3"])

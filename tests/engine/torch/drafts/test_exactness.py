@@ -12,7 +12,7 @@ from engine.torch.conftest import Device, ModelDir
 from engine.torch.drafts.drafters import AnyLengths, Knowing, draft, drafting_of
 from engine.torch.guided.guides import guided
 from engine.torch.harness import configure, running
-from engine.torch.test_batch_invariant import CPU, alone, in_traffic, prompts
+from engine.torch.test_batch_invariant import CPU, GPU, alone, in_traffic, prompts
 from oracle import tiny_models
 from oracle.adapters import ON, Adapted
 from trtmesh.engine.backends.torch import loading
@@ -26,14 +26,22 @@ def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 # PEFT reads a name that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.usefixtures("any_lengths")
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
+@pytest.mark.parametrize(
+    "given_settings",
+    [
+        pytest.param({**CPU, "dtype": "float32"}, marks=pytest.mark.soak),
+        {**CPU, "dtype": "bfloat16"},
+        pytest.param({**GPU, "dtype": "bfloat16"}, marks=[pytest.mark.gpu, pytest.mark.slow]),
+    ],
+    ids=["float32", "bfloat16", "gpu"],
+)
 async def test_no_bit_changes_with_adapters(
-    dtype: str, model_dir: ModelDir, tmp_path: Path
+    given_settings: dict[str, Any], model_dir: ModelDir, tmp_path: Path
 ) -> None:
     """Of adapters, batch mates, chunks, pauses and migrations; the drafts are those of the model without adapters."""
     adapted = Adapted(model_dir("llama"), "llama", tmp_path)
     given = prompts(Random("drafts"))
-    settings: dict[str, Any] = {**CPU, **ON, "dtype": dtype}
+    settings: dict[str, Any] = {**given_settings, **ON}
     expected = await alone(adapted.model_dir, given, adapted, **settings)
     sources: list[dict[str, Any]] = [
         {"drafts": "suffix"},
@@ -78,7 +86,7 @@ async def test_a_sequence_killed_at_every_token_continues_with_other_drafts(
 
 
 async def test_sequences_of_a_guided_item_killed_at_every_token_continue_with_drafts(
-    llama: Path,
+    device: Device, llama: Path
 ) -> None:
     """Of n-grams and of forced runs, some of which hold."""
     schema = '{"type": "object", "properties": {"key": {"enum": ["one", "two"]}, "b": {"type": "integer"}}}'
@@ -90,7 +98,8 @@ async def test_sequences_of_a_guided_item_killed_at_every_token_continue_with_dr
         streams = await engine.ended(engine.submit(prompt, several))
     whole = [stream.token_ids for stream in streams]
     known = {(0, index): tokens for index, tokens in enumerate(whole)}
-    async with running(llama, drafts="ngram", max_batch_size=32) as engine:
+    settings: dict[str, Any] = {**device, "drafts": "ngram", "max_batch_size": 32}
+    async with running(llama, **settings) as engine:
         draft(engine, Knowing(known, 0.7), AnyLengths(3))
         assert [s.token_ids for s in await engine.ended(engine.submit(prompt, several))] == whole
         for index, tokens in enumerate(whole):
