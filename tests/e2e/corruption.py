@@ -28,27 +28,28 @@ CONDITIONS = {
 another worker."""
 
 TORCH_FAULT = """
-import gc
 import os
 import torch
+from trtmesh.engine.backends.torch.memory.kvcache import KvCache
 
+caches, begin = [], KvCache.__init__
+
+def kept(self, *given, **named):
+    begin(self, *given, **named)
+    caches.append(self)
+
+KvCache.__init__ = kept
 state = {{"done": False}}
-
-def flip_weights(module):
-    # A bit of an exponent, as of a memory cell that is stuck.
-    module.weight.data.view(torch.int32)[{token}, 0] ^= 1 << 25
-
-def flip_kv(module):
-    pools = [t for t in gc.get_objects() if torch.is_tensor(t) and t.dim() == 6]
-    max(pools, key=torch.Tensor.numel).data.neg_()
 
 def hook(module, positional):
     if not state["done"] and isinstance(module, torch.nn.Embedding) and os.path.exists({flag!r}):
         state["done"] = True
-        {what}(module)
+        for cache in caches:
+            cache.pool.neg_()
 
 torch.nn.modules.module.register_module_forward_pre_hook(hook)
 """
+"""Spoils all KV of a worker once a file is there."""
 
 
 def corrupted(folder: Path, code: str) -> dict[str, str]:

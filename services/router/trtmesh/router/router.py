@@ -477,7 +477,7 @@ class Router:
             gauge("worker_leases", "Leases on workers.", lambda _: sum(len(w.leases) for w in [*workers.values()])),
             gauge("worker_bookings", "Bookings on workers.",
                   lambda _: sum(w.guard.bookings for w in [*workers.values()])),
-            gauge("canary_waiting", "Sampled items that wait for idle capacity.",
+            gauge("canary_waiting", "Sampled items that are not compared yet.",
                   lambda _: self._canary.waiting if self._canary else 0),
             gauge("kv_index_blocks", "Known KV blocks, counted once per holder.", lambda _: len(self._fleet.kv_index)),
             gauge("kv_index_bytes", "Approximate memory of the KV index.",

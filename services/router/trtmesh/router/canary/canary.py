@@ -60,6 +60,7 @@ class Canary:
         self._counts, self._alerts = metrics.canary_items, metrics.canary_alerts
         self._waiting: deque[SampledItem] = deque()
         self._tokens = 0
+        self._examining = False
         self._news = asyncio.Event()
         self._warn = Occasionally(log, WARNING_SECONDS)
 
@@ -106,7 +107,8 @@ class Canary:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        """Samples that are not compared yet."""
+        return len(self._waiting) + self._examining
 
     async def run(self) -> None:
         """Examines one sample after another, until cancelled."""
@@ -114,7 +116,7 @@ class Canary:
             while not self._waiting:
                 self._news.clear()
                 await self._news.wait()
-            sample = self._waiting.popleft()
+            sample, self._examining = self._waiting.popleft(), True
             self._tokens -= sample.tokens
             if sample.adapter is not None:
                 self._adapters.usages.of(sample.adapter.identity).live += 1
@@ -124,6 +126,7 @@ class Canary:
                 self._counts["failed"] += 1
                 log.exception("the canary could not compare %s", sample.name)
             finally:
+                self._examining = False
                 if sample.adapter is not None:
                     self._adapters.ended(sample.adapter)
 
