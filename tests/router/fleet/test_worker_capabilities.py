@@ -11,6 +11,7 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.worker_capabilities import (
     WorkerCapabilities,
     changes_of,
+    cuts_short,
     role_of,
     tokenizer_mismatch,
 )
@@ -19,6 +20,20 @@ from trtmesh.router.placement.residency import NO_ADAPTERS
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as gen_pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
+
+
+@pytest.mark.parametrize(
+    ("most", "former", "tokens", "cuts"),
+    [
+        (800, 1000, 900, True),
+        (800, 1000, 800, False),
+        # Where the former one ends it as early.
+        (800, 800, sys.maxsize, False),
+        (799, 800, sys.maxsize, True),
+    ],
+)
+def test_shorter_worker_cuts_a_sequence(most: int, former: int, tokens: int, cuts: bool) -> None:
+    assert cuts_short(most, former, tokens) is cuts
 
 
 @pytest.mark.parametrize(

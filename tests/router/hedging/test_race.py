@@ -9,12 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from router.scripted import LENGTH, PATIENCE_SECONDS, ScriptedEngine, eventually
+from router.scripted import (
+    LENGTH,
+    PATIENCE_SECONDS,
+    READY,
+    ScriptedEngine,
+    eventually,
+    until_states,
+)
 from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
 from trtmesh.chassis.errors import QueueFull
 from trtmesh.client import ItemResult
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
+from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 CANCELLED = pb.FINISH_REASON_CANCELLED
 LEARNED = 40
@@ -313,6 +321,28 @@ async def test_float32_counts_as_exact() -> None:
     async with fleet(*engines, hedge={"enabled": True}) as on:
         first, _, _ = await late(on)
         await on.other(first).submitted()
+
+
+@pytest.mark.parametrize(("most", "copies"), [(51, 0), (52, 1)])
+async def test_worker_that_would_cut_a_sequence_gets_no_copy(most: int, copies: int) -> None:
+    """A prompt of 2 and 50 new tokens take 52."""
+    long, short = (
+        ScriptedEngine(worker=name, supported_fields=FIELDS, max_sequence_tokens=limit)
+        for name, limit in (("long", 1000), ("short", most))
+    )
+    async with fleet(long, short, hedge={"enabled": True}) as on:
+        await short.report(draining=True)
+        await until_states(on.client, [READY, admin_pb.WORKER_STATE_DRAINING], [])
+        first, handle, asked = await late(on)
+        await short.report(draining=False)
+        await eventually(
+            lambda: (
+                counted(on, "hedges", cause="stall", outcome="started") == copies
+                and counted(on, "hedges_refused", reason="item") + copies == 1
+            )
+        )
+        await first.step((handle, LEARNED, TOKENS[LEARNED:]), ends=[(handle, LENGTH)])
+        assert [*(await asked)[0].token_ids] == TOKENS
 
 
 async def test_nothing_is_hedged_unless_asked_for() -> None:

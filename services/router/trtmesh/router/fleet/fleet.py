@@ -16,7 +16,7 @@ from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.fleet.worker_capabilities import Fingerprints
+from trtmesh.router.fleet.worker_capabilities import Fingerprints, cuts_short
 from trtmesh.router.kv_index import KvIndex, PromptBlocks
 from trtmesh.router.links.replica import ReplicaState
 from trtmesh.router.metrics import RouterMetrics
@@ -454,6 +454,14 @@ class Fleet:
     def others_than(self, identity: Fingerprints) -> Collection[str]:
         """Addresses of workers with another model or tokenizer."""
         return [a for a, worker in self.workers.items() if worker.capabilities.identity != identity]
+
+    def shorter_than(self, worker: Worker, tokens: int) -> dict[str, str]:
+        """The workers that would cut short a sequence of `worker` of up to `tokens`, its prompt included, and why."""
+        return {
+            address: f"it ends sequences at {other.longest_sequence} tokens"
+            for address, other in self.workers.items()
+            if cuts_short(other.longest_sequence, worker.longest_sequence, tokens)
+        }
 
     def changed(self) -> None:
         """A worker may take items now: wakes waiting items and retries failed moves."""

@@ -106,6 +106,12 @@ class WorkerCapabilities:
         return self.kv is not None and load.quarantined_blocks > self.max_quarantined_blocks
 
 
+def cuts_short(most: int, former: int, tokens: int) -> bool:
+    """Whether a worker of `most` tokens a sequence ends one of up to `tokens`, its prompt included, before a worker of
+    `former` tokens does."""
+    return most < min(former, tokens)
+
+
 def capabilities_of(engine: pb.GetEngineResponse) -> frozenset[Capability]:
     own = {
         Capability.EXACT_RESUMPTION: engine.resumes_exactly,

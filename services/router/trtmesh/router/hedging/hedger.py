@@ -282,7 +282,9 @@ class Hedger:
             return Obstacle.BUDGET, ""
         record = self._record(worker, late)
         race = Race(run, item, record, self, late.margin)
-        if refusal := item.hedge(race, {address: each.text for address, each in found.items()}):
+        left_out = self._fleet.shorter_than(worker, item.prompt_tokens + run.most_tokens)
+        left_out |= {address: each.text for address, each in found.items()}
+        if refusal := item.hedge(race, left_out):
             return Obstacle.ITEM, refusal
         self._budget.spend(price)
         self._records.append(record)

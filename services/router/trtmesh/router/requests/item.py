@@ -578,7 +578,7 @@ class ItemRun:
             return "data of its prompt comes from a single worker"
         leg = self._placer.place_copy(self._encoded, run, left_out)
         if leg is None:
-            return "no other worker has room, or its adapter"
+            return "no other worker has room, its adapter, or sequences as long"
         try:
             race.begin(leg, lambda at, copy: self._placer.submit_copy(at, self._encoded, copy))
         except TrtmeshError as error:
