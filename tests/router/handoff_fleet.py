@@ -91,13 +91,13 @@ class Workers:
 
     def handoffs(self, **labels: str) -> float:
         """Ended handoffs with these labels."""
-        return self._counted("handoffs", labels)
+        return self.counted("handoffs", **labels)
 
     def moved(self, **labels: str) -> float:
         """Moved sequences with these labels."""
-        return self._counted("moved_sequences", labels)
+        return self.counted("moved_sequences", **labels)
 
-    def _counted(self, counter: str, labels: Mapping[str, str]) -> float:
+    def counted(self, counter: str, **labels: str) -> float:
         found = 0.0
         for family in self.client.registry.collect():
             for sample in family.samples:

@@ -39,6 +39,8 @@ IDLE_SECONDS = 60.0
 """Longest wait of a sample for idle capacity."""
 THIRD_SECONDS = 300.0
 """Longest wait of a difference for a third worker."""
+MOST_ATTEMPTS = 3
+"""Workers that may fail with a repetition: the sample itself may be what they fail with."""
 IDLE_PART = 4
 """A worker has idle capacity while it runs no more than this part of its batch."""
 WARNING_SECONDS = 600.0
@@ -153,21 +155,22 @@ class Canary:
     async def _repeated(
         self, sample: SampledItem, known: Collection[str], seconds: float, *, idle: bool
     ) -> Again | None:
-        """The sample on a worker whose address is not known; None if there is none within the time."""
+        """The sample on a worker whose address is not known; None if there is none within the time, or some failed."""
         loop = asyncio.get_running_loop()
-        ends_at = loop.time() + seconds
-        while loop.time() < ends_at:
-            fit = [w for w in self._fleet.workers.values() if _is_fit(w, sample, known)]
+        ends_at, tried = loop.time() + seconds, {*known}
+        while loop.time() < ends_at and len(tried) < len(known) + MOST_ATTEMPTS:
+            fit = [w for w in self._fleet.workers.values() if _is_fit(w, sample, tried)]
             if not fit:
                 return None
-            able = [worker for worker in fit if not idle or _is_idle(worker, sample)]
+            able = [w for w in fit if w.ready and (not idle or _is_idle(w, sample))]
             for worker in sorted(able, key=lambda worker: _reluctance(worker, sample))[:1]:
                 repetition = Repetition(sample, worker)
                 try:
                     outputs = await repetition.outputs(gives_way=idle)
                 except TrtmeshError as error:
                     log.info("the canary left worker %s: %s", worker.name, error.message)
-                    outputs = None
+                    tried.add(worker.address)
+                    continue
                 if outputs is not None:
                     return Again(worker, outputs, [run.reason for run in repetition.runs])
             await asyncio.sleep(LOOK_SECONDS)
@@ -220,16 +223,18 @@ class Again:
 
 
 def _is_fit(worker: Worker, sample: SampledItem, known: Collection[str]) -> bool:
+    """Whether a worker could compute a sample as its item was, now or once it is ready again."""
     able = worker.capabilities
-    need = sample.need
+    need, command = sample.need, sample.command
     return (
         worker.address not in known
-        and worker.ready
+        and not worker.drained
         and not worker.mismatch
         and able.identity == sample.takers[0].worker.capabilities.identity
         and Capability.EXACT_RESUMPTION in able.optional
         and sample.item.worker_fields <= able.supported_fields
-        and len(sample.command.token_ids) < able.max_sequence_tokens
+        # One with less room would end it earlier.
+        and len(command.token_ids) + command.config.stopping.max_tokens <= able.max_sequence_tokens
         and sample.item.sequences <= able.max_sequences
         and (need is None or need.deliverable or need.key in worker.adapters.held)
         and not (need is not None and worker.adapters.is_full(need))
@@ -246,8 +251,8 @@ def _is_idle(worker: Worker, sample: SampledItem) -> bool:
     )
 
 
-def _reluctance(worker: Worker, sample: SampledItem) -> tuple[bool, int]:
-    """Orders workers: those with the adapter first, then by load."""
+def _reluctance(worker: Worker, sample: SampledItem) -> tuple[bool, int, int]:
+    """Orders workers: those with the adapter first, then by load, then each sample another way."""
     need = sample.need
     lacks = need is not None and need.key not in worker.adapters.held
-    return lacks, worker.guard.sequences
+    return lacks, worker.guard.sequences, hash((sample.name, worker.address))

@@ -25,8 +25,9 @@ class Repetition:
     def __init__(self, sample: SampledItem, worker: Worker) -> None:
         self._sample, self.worker = sample, worker
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[bool] = self._loop.create_future()
-        """Whether all sequences came to their end."""
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        """All sequences came to their end, or the worker failed."""
+        self._error: TrtmeshError | None = None
         self.runs = [self._open(index) for index in range(sample.item.sequences)]
 
     def _open(self, sequence_index: int) -> SequenceRun:
@@ -45,7 +46,7 @@ class Repetition:
         return run
 
     async def outputs(self, *, gives_way: bool) -> Sequence[Generated] | None:
-        """The output, or None without one: the worker failed or, if it `gives_way`, has others waiting."""
+        """The output; None if it `gives_way` and others wait for the worker. Raises the error of the worker."""
         sample, guard = self._sample, self.worker.guard
         if sample.adapter is not None:
             await self.worker.hold(sample.adapter)
@@ -59,7 +60,9 @@ class Repetition:
                 await asyncio.wait((self._over,), timeout=LOOK_SECONDS)
                 if gives_way and self._others_wait:
                     return None
-            return [Generated.of(run) for run in self.runs] if self._over.result() else None
+            if self._error is not None:
+                raise self._error
+            return [Generated.of(run) for run in self.runs]
         finally:
             for run in self.runs:
                 run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)
@@ -72,23 +75,22 @@ class Repetition:
         own = sum(run.queued for run in self.runs)
         return self.worker.load.waiting_sequences > own
 
-    def _give_up(self) -> None:
+    def _end(self, error: TrtmeshError | None) -> None:
         if not self._over.done():
-            self._over.set_result(False)
+            self._error = error
+            self._over.set_result(None)
 
     def on_settled(self, run: SequenceRun) -> None:
-        if run.error is not None:
-            self._give_up()
-        elif all(run.over for run in self.runs) and not self._over.done():
-            self._over.set_result(True)
+        if run.error is not None or all(run.over for run in self.runs):
+            self._end(run.error)
 
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
-        self._give_up()
+        self._end(error)
 
     def migrate(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
         for run in runs:
             run.leave_worker(error)
-        self._give_up()
+        self._end(error)
         return True
 
     def continues(self, run: SequenceRun) -> bool:
