@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from router.handoff_fleet import PROMPT, Workers, workers
-from router.scripted import eventually
+from router.scripted import PATIENCE_SECONDS, eventually
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 STREAMS = 6
@@ -42,6 +44,15 @@ async def tokens_of(asked: list[asyncio.Task[Any]]) -> list[Any]:
     return [each.token_ids for items in answers for item in items for each in item.sequences]
 
 
+async def planned(on: Workers, *, dry_run: bool) -> Sequence[admin_pb.StreamMove]:
+    """The moves of a plan, once the pool is so full that some pay."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            if moves := (await on.client.admin.rebalance_workers(dry_run=dry_run)).moves:
+                return moves
+            await asyncio.sleep(0.05)
+
+
 async def undisturbed(**options: Any) -> list[Any]:
     async with workers("mixed", timing={"step_ms": 0.0}) as on:
         return await tokens_of([on.ask(p, max_tokens=TOKENS, **options) for p in PROMPTS])
@@ -51,10 +62,9 @@ async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells() -> None:
     async with workers("mixed", "mixed", **SMALL_POOL) as on:
         asked = await crowded(on)
         first, second = on.engines
-        planned = (await on.client.admin.rebalance_workers(dry_run=True)).moves
-        assert planned
-        assert {(move.sender, move.receiver) for move in planned} == {(first, second)}
-        assert all(move.gain_seconds > move.cost_seconds and not move.began for move in planned)
+        moves = await planned(on, dry_run=True)
+        assert {(move.sender, move.receiver) for move in moves} == {(first, second)}
+        assert all(move.gain_seconds > move.cost_seconds and not move.began for move in moves)
         assert not on.load(second).running_sequences
         moves = (await on.client.admin.rebalance_workers()).moves
         assert moves
@@ -68,6 +78,25 @@ async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells() -> None:
         assert not [move for move in again if move.request_id in moved]
         explained = await on.client.admin.explain(moves[0].request_id)
         assert [each.cause for each in explained.placements] == ["first", "rebalance"]
+        assert await tokens_of(asked) == await undisturbed()
+        await on.quiet()
+
+
+@pytest.mark.parametrize("verb", ["rebalance", "drain", "drain_by"])
+async def test_no_stream_moves_to_a_worker_that_would_end_it_earlier(verb: str) -> None:
+    short = {"limits": {"max_sequence_tokens": 800}}
+    of_worker = {"mixed-1": short}
+    async with workers("mixed", "mixed", "mixed", of_worker=of_worker, **SMALL_POOL) as on:
+        first, second, third = on.engines
+        asked = await crowded(on)
+        if verb == "rebalance":
+            await planned(on, dry_run=False)
+        else:
+            limit = {"finish_seconds": 0} if verb == "drain" else {"by_seconds": 1}
+            assert (await on.client.admin.drain_worker(first, **limit)).moved_sequences == STREAMS
+        await eventually(lambda: on.handoffs(result="moved") >= 1)
+        assert on.load(third).running_sequences
+        assert not on.load(second).running_sequences
         assert await tokens_of(asked) == await undisturbed()
         await on.quiet()
 

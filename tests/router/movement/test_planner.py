@@ -19,6 +19,7 @@ SITE = Site(
     used_blocks=0,
     total_blocks=1000,
     tokens_per_block=16,
+    longest_sequence=1000,
     base_seconds=0.01,
     sequence_seconds=0.001,
     rank_seconds=0.0,
@@ -77,6 +78,17 @@ def test_what_may_not_move_stays_and_full_or_other_workers_get_nothing() -> None
         replace(empty, most_sequences=0),
     ):
         assert evened([crowded, other], streams("a", 10), most=20) == []
+
+
+def test_nothing_moves_to_a_worker_that_would_end_it_earlier() -> None:
+    crowded, empty = sites(10, 0)
+    short = replace(empty, longest_sequence=800)
+    long = streams("a", 10, most_tokens=900)
+    assert evened([crowded, empty], long, most=20)
+    assert evened([crowded, short], long, most=20) == []
+    assert evened([crowded, short], streams("a", 10, most_tokens=800), most=20)
+    assert roomy([replace(crowded, used_blocks=950), short], long, 900, "a") == []
+    assert roomy([replace(crowded, used_blocks=950), empty], long, 900, "a")
 
 
 def test_full_pool_gives_kv_to_one_with_space_though_steps_take_equally_long() -> None:

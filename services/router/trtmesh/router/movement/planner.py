@@ -42,6 +42,8 @@ class Stream:
     """Predicted tokens to come."""
     adapter: AdapterKey | None = None
     rank: int = 0
+    most_tokens: int = 0
+    """Tokens at which its worker ends it at the latest, prompt included."""
     may_move: bool = True
     """Whether it can leave with its KV, and did not lately."""
 
@@ -58,6 +60,8 @@ class Site:
     used_blocks: int
     total_blocks: int
     tokens_per_block: int
+    longest_sequence: int
+    """Tokens at which it ends a sequence that is alone there."""
     base_seconds: float
     """Time of a step without sequences."""
     sequence_seconds: float
@@ -139,6 +143,7 @@ class _Crew:
             site.takes
             and site.sequences + len(streams) <= site.most_sequences
             and wanted <= site.free_blocks
+            and all(each.most_tokens <= site.longest_sequence for each in streams)
             and all(each.adapter is None or each.adapter in site.held for each in streams)
         )
 

@@ -62,6 +62,7 @@ def _site(worker: Worker, typical: Typical) -> Site:
         used_blocks=guard.used_blocks,
         total_blocks=load.total_blocks,
         tokens_per_block=able.tokens_per_block,
+        longest_sequence=worker.longest_sequence,
         base_seconds=base * relative,
         sequence_seconds=max(0.0, one - base) * relative,
         rank_seconds=typical.rank_step_seconds * relative,
@@ -86,5 +87,6 @@ def _stream(
         remaining=min(expected, run.most_tokens - generated),
         adapter=need.key if need else None,
         rank=use.rank if use else 0,
+        most_tokens=min(worker.longest_sequence, item.prompt_tokens + run.most_tokens),
         may_move=item.may_move(run) and now >= run.times.stays_until,
     )

@@ -18,6 +18,7 @@ from trtmesh.router.placement.snapshot import (
 )
 
 BREAKER_OPEN = "its breaker is open"
+SHORTER = "it would end the item earlier than the worker that it leaves"
 MAY_RESTART = "it is older than others, and may be restarted next"
 ENOUGH_SIBLINGS = "it has enough siblings of the item"
 ADAPTER_ABSENT = "it lacks the adapter, whose content is not known here"
@@ -37,8 +38,8 @@ OF_ROLE = {role: f"its role is {role.value}" for role in Role}
 def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[str]:
     """Why each worker is excluded, or '' for a candidate.
 
-    An open breaker, another role, a lack of slots for the adapter, a missing wanted capability or enough siblings of
-    the item exclude a worker only while another can take the item.
+    An open breaker, another role, a lack of slots for the adapter, a shorter limit, a missing wanted capability or
+    enough siblings of the item exclude a worker only while another can take the item.
     """
     model, tokens, fields, out = query.model, query.prompt_tokens, query.fields, query.exclude
     excluded = [
@@ -62,6 +63,7 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
         or query.adapter
         or query.avoid
         or query.elders
+        or query.shorter
         or query.prefer
         or query.has_roles
         or BREAKER_OPEN in excluded
@@ -194,9 +196,11 @@ def _against(
 ) -> tuple[int, str]:
     """Weight and text of the objection to a candidate."""
     if worker.breaker_open:
-        return 7, BREAKER_OPEN
+        return 8, BREAKER_OPEN
     if worker.role is unsuited:
-        return 6, OF_ROLE[worker.role]
+        return 7, OF_ROLE[worker.role]
+    if worker.address in query.shorter:
+        return 6, SHORTER
     if query.adapter and worker.adapters.is_full(query.adapter):
         return 5, SLOTS_TAKEN
     if query.wants and (why := _missing(query.wants, worker.capabilities)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -155,6 +155,8 @@ class PlacementQuery(NamedTuple):
     """Addresses with enough siblings of the item: a last resort."""
     elders: frozenset[str] = frozenset()
     """Addresses of workers that may be restarted after the one that the item leaves."""
+    shorter: Collection[str] = ()
+    """Addresses of workers that would end the item before the one that it leaves does."""
     prefer: str = ""
     """Address of the worker with the prefix of a sibling, or ''."""
     may_split: bool = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -227,7 +228,10 @@ class Placer:
                 self._fleet.workers.keys() - {receiver}, "the plan moves it elsewhere"
             )
         elif not stays:
-            query = query._replace(elders=self._fleet.elders(sender.address))
+            query = query._replace(
+                elders=self._fleet.elders(sender.address),
+                shorter=self._shorter(encoded, sender.address),
+            )
         query = query._replace(
             # The sender works meanwhile, so nothing waits for a delivery.
             adapter=query.adapter and replace(query.adapter, deliverable=False),
@@ -273,6 +277,7 @@ class Placer:
         failures = self.attempts.moved_from(address, error, tokens)
         waiting = [run for run in runs if run.waits_for_worker]
         query = self._query(encoded, waiting, failures)
+        query = query._replace(shorter=self._shorter(encoded, address))
         if isinstance(error, Draining):
             query = query._replace(elders=self._fleet.elders(address))
         promise = self._fleet.promise(query, encoded.blocks)
@@ -282,6 +287,12 @@ class Placer:
         self._promise = promise
         self.attempts.move(failures, tokens)
         return True
+
+    def _shorter(self, encoded: EncodedItem, address: str) -> Collection[str]:
+        """The workers that would end the item before the one at an address does."""
+        worker, most = self._fleet.workers.get(address), self._item.config.stopping.max_tokens
+        tokens = len(encoded.token_ids) + (most or sys.maxsize)
+        return self._fleet.shorter_than(worker, tokens) if worker else ()
 
     def drop_promise(self) -> None:
         """Gives the promised room to others, or to the placement that follows."""
