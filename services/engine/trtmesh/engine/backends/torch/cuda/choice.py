@@ -10,7 +10,7 @@ from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import TokenDetails
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NOTHING_LEFT
-from trtmesh.engine.backends.torch.cuda.step_inputs import Copied
+from trtmesh.engine.backends.torch.cuda.pinned import Copied
 from trtmesh.engine.backends.torch.sampling.choice import (
     LogitsChoice,
     TokenChoice,

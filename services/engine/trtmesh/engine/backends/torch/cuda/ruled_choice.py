@@ -14,8 +14,8 @@ from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import LOG_PROB_WORDS, Field, Flag
 from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import Workspace, choose_by_rules
+from trtmesh.engine.backends.torch.cuda.pinned import StagedWords
 from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers, RuledRows
-from trtmesh.engine.backends.torch.cuda.step_inputs import StagedWords
 from trtmesh.engine.backends.torch.sequence import Sequence
 
 

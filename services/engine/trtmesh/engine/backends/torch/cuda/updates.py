@@ -24,7 +24,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     most_inner_bytes,
     shrink,
 )
-from trtmesh.engine.backends.torch.cuda.step_inputs import StagedWords
+from trtmesh.engine.backends.torch.cuda.pinned import StagedWords
 from trtmesh.engine.backends.torch.model.lora_layers import (
     AdaptedPart,
     AdapterRows,
