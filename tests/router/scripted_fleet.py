@@ -19,6 +19,7 @@ from router.scripted import (
     serving_router,
     until_states,
 )
+from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.client import ItemResult
@@ -119,15 +120,18 @@ async def _beat(engine: ScriptedEngine) -> None:
 
 
 @asynccontextmanager
-async def fleet(*engines: ScriptedEngine, **settings: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    *engines: ScriptedEngine, tokenizers: Sequence[ScriptedTokenizer] = (), **settings: Any
+) -> AsyncIterator[Fleet]:
     engines = engines or tuple(
         ScriptedEngine(worker=name, supported_fields=FIELDS) for name in ("one", "two")
     )
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving_engine(e)) for e in engines]
+        texts = [await stack.enter_async_context(serving_tokenizer(t)) for t in tokenizers]
         settings = merged(DEFAULTS, settings)
-        client = await stack.enter_async_context(serving_router(addresses, **settings))
-        await until_states(client, [READY] * len(engines), [])
+        client = await stack.enter_async_context(serving_router(addresses, texts, **settings))
+        await until_states(client, [READY] * len(engines), [READY] * len(texts))
         fleet = Fleet(engines, client)
         try:
             yield fleet

@@ -34,6 +34,8 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
         """The end of every conversation."""
         self.texts: dict[int, str] = {}
         """Tokens with a longer text."""
+        self.stop_token: int | None = None
+        """The last token of a stop text, for sequences that have one."""
         self.last_text = "."
         """Text held back to the end shows a missing wait for the end."""
         self.characters_of_id = 1
@@ -86,8 +88,12 @@ class ScriptedTokenizer(Mortal, tokenizer_pb2_grpc.TokenizerServiceServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the process died")
             ids = iter(decode.token_ids)
             event.decoded.handles.extend(decode.handles)
+            stopping = {c.open_decode.handle for c in self.commands if c.open_decode.stop_texts}
             for handle, count in zip(decode.handles, decode.token_counts, strict=True):
-                text = "".join(map(self._text, islice(ids, count)))
+                taken = [*islice(ids, count)]
+                text = "".join(map(self._text, taken))
+                if self.stop_token in taken and handle in stopping:
+                    event.decoded.stops.add(handle=handle, token_count=count)
                 is_last = handle in decode.finished_handles
                 event.decoded.texts.append(text + self.last_text * is_last)
             if self.forgets_a_text:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import nsmallest
 from typing import Protocol, runtime_checkable
 
 from trtmesh.chassis.logs import request_id_bound
@@ -42,8 +43,10 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.02
 LEARN_SECONDS = 0.25
 """Between two looks at what was seen: a percentile costs more than a tick."""
+DEFECT_SECONDS = 1.0
+"""Pause after a look that failed."""
 MOST_STARTS = 32
-"""Most copies started in a tick, each for the price of a placement, and as many refused."""
+"""Most copies started or refused in a tick, each for the price of a placement."""
 MOST_LEAVING = 4
 """Most sequences that leave a slow worker in a tick."""
 LEAVING_TOKENS = 64
@@ -96,6 +99,14 @@ class _Late:
     margin: float
 
 
+@dataclass(slots=True)
+class _Refusal:
+    obstacle: Obstacle
+    tokens: int
+    """Of the sequence."""
+    look: int
+
+
 class Hedger:
     """Hedging as a background task of the router, and the account of its races."""
 
@@ -112,8 +123,9 @@ class Hedger:
         self._learn_at = 0.0
         self._delivered = 0
         self._records: deque[HedgeRecord] = deque(maxlen=MOST_RECORDS)
-        self._refused: dict[SequenceRun, Obstacle] = {}
-        """Late sequences that got no copy in the last tick."""
+        self._refused: dict[SequenceRun, _Refusal] = {}
+        """Late sequences that got no copy, until they have another token."""
+        self._looks = 0
         self._raced: dict[SequenceRun, int] = {}
         """Tokens of sequences at the start of their last race."""
 
@@ -124,7 +136,11 @@ class Hedger:
             expected = loop.time() + TICK_SECONDS
             await next_tick(TICK_SECONDS)
             if (now := loop.time()) - expected < TICK_SECONDS:
-                self.look(now)
+                try:
+                    self.look(now)
+                except Exception:
+                    log.exception("hedging met a defect, and looks again")
+                    await asyncio.sleep(DEFECT_SECONDS)
 
     def of_request(self, request_id: str, owner: str) -> list[HedgeRecord]:
         """What became of the late sequences of a request, in order; empty once forgotten."""
@@ -138,19 +154,37 @@ class Hedger:
         if now >= self._learn_at:
             self._learn_at = now + LEARN_SECONDS
             self._learn()
-        before, self._refused = self._refused, {}
+        self._looks += 1
         left = MOST_STARTS
-        for worker, rhythm in self._rhythms.items():
-            peers: Sequence[Peer] | None = None
-            for late in self._late_at(worker, rhythm, now):
-                if self._raced_lately(late):
-                    continue
-                if not left:
-                    return
-                left -= 1
-                peers = self._peers(worker, now) if peers is None else peers
-                if obstacle := self._start(worker, peers, late):
-                    self._refuse(worker, late, *obstacle, known=before.get(late.run))
+        for worker in self._in_turn():
+            if not left:
+                return
+            late = [each for each in self._late_at(worker, now) if not self._raced_lately(each)]
+            if late:
+                left -= self._start_some(worker, nsmallest(left, late, key=self._last_try), now)
+
+    def _in_turn(self) -> Sequence[Worker]:
+        """The workers, each look another one first."""
+        workers = [*self._rhythms]
+        first = self._looks % max(1, len(workers))
+        return workers[first:] + workers[:first]
+
+    def _last_try(self, late: _Late) -> int:
+        """The look that refused a sequence: what was not tried goes first, so that nothing waits for the hopeless."""
+        return refusal.look if (refusal := self._refused.get(late.run)) else 0
+
+    def _start_some(self, worker: Worker, late: Sequence[_Late], now: float) -> int:
+        """Starts copies of late sequences of a worker; returns how many placements were tried."""
+        peers = self._peers(worker, now)
+        found = obstacles(peers[0], peers)
+        if len(found) == len(peers):
+            why = least(each for address, each in found.items() if address != worker.address)
+            for each in late:
+                self._refuse(worker, each, why)
+            return 0
+        for each in late:
+            self._start(worker, found, each)
+        return len(late)
 
     def _earn(self) -> None:
         delivered = sum(model.tokens_out for model in self.metrics.models.values())
@@ -172,6 +206,11 @@ class Hedger:
         self._first_margins = {model: first_margin(seen) for model, seen in self._waits.items()}
         self._snapshots = {each.address: each for each in self._fleet.snapshot()}
         self._raced = {run: tokens for run, tokens in self._raced.items() if not run.over}
+        self._refused = {
+            run: refusal
+            for run, refusal in self._refused.items()
+            if not run.over and len(run.token_ids) == refusal.tokens
+        }
 
     def _learn_paces(self) -> None:
         for rhythm in self._rhythms.values():
@@ -195,8 +234,9 @@ class Hedger:
         known = self._snapshots.get(worker.address)
         return prompt_tokens * known.prefill_seconds + known.step_seconds if known else 0.0
 
-    def _late_at(self, worker: Worker, rhythm: Rhythm, now: float) -> Iterator[_Late]:
+    def _late_at(self, worker: Worker, now: float) -> Iterator[_Late]:
         """The late sequences of a worker. Looks at single ones only where some are late: there may be thousands."""
+        rhythm = self._rhythms[worker]
         if not worker.ready or not worker.sequences:
             rhythm.running = 0
             return
@@ -219,12 +259,14 @@ class Hedger:
                 yield from _late(run, Cause.STALL, margin or LEAST_STEP_MARGIN)
 
     def _leaving(self, worker: Worker, margin: float) -> Iterator[_Late]:
-        left = MOST_LEAVING
-        for run in [*worker.sequences.values()]:
-            if run.times.last_token > run.times.assigned:
-                yield from _late(run, Cause.SLOW, margin)
-                if not (left := left - 1):
-                    return
+        leaving = [
+            late
+            for run in worker.sequences.values()
+            if run.times.last_token > run.times.assigned
+            for late in _late(run, Cause.SLOW, margin)
+            if not self._raced_lately(late)
+        ]
+        yield from nsmallest(MOST_LEAVING, leaving, key=self._last_try)
 
     def _unbegun(self, worker: Worker, now: float) -> Iterator[_Late]:
         """Sequences without a token from this worker, the longest there first."""
@@ -269,29 +311,30 @@ class Hedger:
         rest = LEAVING_TOKENS if late.cause is Cause.SLOW else 1
         return len(late.run.token_ids) < self._raced.get(late.run, -rest) + rest
 
-    def _start(
-        self, worker: Worker, peers: Sequence[Peer], late: _Late
-    ) -> tuple[Obstacle, str] | None:
-        """Starts a copy; why not, if it does not."""
-        found = obstacles(peers[0], peers)
-        if len(found) == len(peers):
-            return least(each for address, each in found.items() if address != worker.address), ""
+    def _start(self, worker: Worker, found: Mapping[str, Obstacle], late: _Late) -> None:
+        """Starts a copy on a worker without an obstacle, or tells why not."""
         run, item = late.run, late.item
         price = self._price(worker, item.prompt_tokens + len(run.token_ids))
         if not self._budget.allows(price):
-            return Obstacle.BUDGET, ""
+            self._refuse(worker, late, Obstacle.BUDGET)
+            return
         record = self._record(worker, late)
         race = Race(run, item, record, self, late.margin)
         left_out = self._fleet.shorter_than(worker, item.prompt_tokens + run.most_tokens)
         left_out |= {address: each.text for address, each in found.items()}
-        if refusal := item.hedge(race, left_out):
-            return Obstacle.ITEM, refusal
+        try:
+            refusal = item.hedge(race, left_out)
+        except Exception:
+            log.exception("no copy of a sequence of request %s, by a defect", run.request_id)
+            refusal = "of a defect; the log tells more"
+        if refusal:
+            self._refuse(worker, late, Obstacle.ITEM, refusal)
+            return
         self._budget.spend(price)
         self._records.append(record)
         self._raced[run] = record.token_offset
         self.metrics.hedges[late.cause.value, "started"] += 1
         self.metrics.hedge_copied_tokens += item.prompt_tokens + record.token_offset
-        return None
 
     def _price(self, worker: Worker, tokens: int) -> float:
         known = self._snapshots.get(worker.address)
@@ -312,17 +355,11 @@ class Hedger:
             worker.name,
         )
 
-    def _refuse(
-        self,
-        worker: Worker,
-        late: _Late,
-        obstacle: Obstacle,
-        detail: str,
-        known: Obstacle | None,
-    ) -> None:
-        """Counts a refusal once, as long as a sequence is late for the same reason."""
-        self._refused[late.run] = obstacle
-        if known is not obstacle:
+    def _refuse(self, worker: Worker, late: _Late, obstacle: Obstacle, detail: str = "") -> None:
+        """Counts a refusal once, as long as a token is late for the same reason."""
+        known, tokens = self._refused.get(late.run), len(late.run.token_ids)
+        self._refused[late.run] = _Refusal(obstacle, tokens, self._looks)
+        if known is None or (known.obstacle, known.tokens) != (obstacle, tokens):
             self.metrics.hedges_refused[obstacle.value] += 1
             record = self._record(worker, late)
             record.outcome, record.detail = "refused", detail or obstacle.text
@@ -352,8 +389,10 @@ class Hedger:
 
 
 def _late(held: Held, cause: Cause, margin: float) -> Iterator[_Late]:
-    """The sequence, unless it is a copy already."""
-    if isinstance(held, SequenceRun) and isinstance(held.owner, HedgedItem):
+    """The sequence, unless it is a copy already, or complete."""
+    if not isinstance(held, SequenceRun) or held.over or held.stop_text is not None:
+        return
+    if isinstance(held.owner, HedgedItem):
         yield _Late(held, held.owner, cause, margin)
 
 
@@ -372,6 +411,8 @@ def _is_exact(worker: Worker) -> bool:
 
 
 def _kind(worker: Worker) -> tuple[str, ...]:
+    """What is reported of what tokens depend on. The fingerprint of the settings is no part: it has the device and the
+    sizes of caches, too."""
     identity, engine = worker.capabilities.identity, worker.description
     fingerprints = identity.model_fingerprint, identity.tokenizer_fingerprint
     return (engine.model, *fingerprints, engine.backend, str(engine.data_type))

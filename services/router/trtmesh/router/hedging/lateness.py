@@ -22,7 +22,8 @@ FIRST_FACTOR, LEAST_FIRST_MARGIN = 2.0, 0.06
 """A first token is late beyond so many times the 95th percentile of the waits that no prediction explained. The
 percentile is low, so that a worker that stalls for a tenth of the time makes no wait usual."""
 SLOW_FACTOR = 2.5
-"""A worker is slow if its usual gap is so many times that of its peers. Exact workers have the same hardware."""
+"""A worker is slow if its usual gap is so many times that of its peers. Hardware is not reported: other
+hardware looks slow as well."""
 
 MOST_USED = 0.9
 """Share of used KV blocks from which a worker takes no copies: they would push out the prefixes of others."""
