@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from router.handoff_fleet import PROMPT, Workers, workers
 from router.scripted import PATIENCE_SECONDS, eventually
+from trtmesh.router.movement import movement, streams
+from trtmesh.router.movement.streams import Scene
+from trtmesh.router.requests.item import ItemRun
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 STREAMS = 6
@@ -98,6 +101,69 @@ async def test_no_stream_moves_to_a_worker_that_would_end_it_earlier(verb: str) 
         assert on.load(third).running_sequences
         assert not on.load(second).running_sequences
         assert await tokens_of(asked) == await undisturbed()
+        await on.quiet()
+
+
+async def test_plan_looks_at_a_sample_and_leaves_items_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with workers("mixed", "mixed", **SMALL_POOL) as on:
+        asked = await crowded(on)
+        fleet = on.client.router._fleet
+        first, second = (on.proxies[name].address for name in on.engines)
+        await eventually(lambda: all(s.may_move for s in Scene.of(fleet, "simulated").streams))
+        whole = Scene.of(fleet, "simulated")
+        assert {each.worker for each in whole.streams} == {first}
+        assert len(whole.streams) == STREAMS
+        assert [site.stands_for for site in whole.sites] == [1, 1]
+        assert not Scene.of(fleet, "simulated", second).streams
+        monkeypatch.setattr(streams, "MOST_OF_WORKER", 2)
+        seen = set[int]()
+
+        def all_were_seen() -> bool:
+            scene = Scene.of(fleet, "simulated", first)
+            assert len(scene.streams) == 2
+            assert sorted(site.stands_for for site in scene.sites) == [1, STREAMS // 2]
+            seen.update(map(id, scene.runs))
+            return seen == {*map(id, whole.runs)}
+
+        await eventually(all_were_seen)
+        items = [run.owner for run in whole.runs]
+        assert all(isinstance(item, ItemRun) and item._handoffs is None for item in items)
+        await tokens_of(asked)
+        await on.quiet()
+
+
+async def test_router_goes_on_after_a_defect_in_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movement, "LOOK_SECONDS", 0.01)
+    looks = []
+
+    class Broken(movement.Movement):
+        async def look(self) -> None:
+            looks.append(self)
+            raise ValueError("a defect")
+
+    async with workers("mixed") as on:
+        router = on.client.router
+        running = asyncio.create_task(Broken(router._fleet, router._members).run())
+        await eventually(lambda: len(looks) > 2)
+        assert not running.done()
+        running.cancel()
+
+
+async def test_repetition_of_the_canary_holds_up_no_drain() -> None:
+    settings = {"canary_share": 1.0}
+    of_worker = {"mixed-1": {"timing": {"step_ms": 500.0}}}
+    async with workers("mixed", "mixed", settings=settings, of_worker=of_worker) as on:
+        first, second = on.engines
+        await on.client.admin.drain_worker(second, finish_seconds=0)
+        asked = on.ask(PROMPT, max_tokens=500)
+        await eventually(lambda: on.load(first).running_sequences)
+        await on.client.admin.resume_worker(second)
+        await asked
+        await eventually(lambda: on.load(second).running_sequences)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await on.client.admin.drain_worker(second, by_seconds=300)
         await on.quiet()
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from trtmesh.router.movement.planner import PAYS, Site, Stream, emptied, evened, roomy
+import pytest
+from trtmesh.router.movement.planner import PAYS, Move, Site, Stream, emptied, roomy
+from trtmesh.router.movement.planner import evened as each_evening
 from trtmesh.router.placement.snapshot import KvFacts
 
 KV = KvFacts(b"kind", frozenset({1}), 64, frozenset({1}))
@@ -49,6 +54,10 @@ def streams(worker: str, count: int, **changed: Any) -> list[Stream]:
     first = ord(worker) * 1000
     made = Stream(0, worker, tokens=160, remaining=200)
     return [replace(made, number=first + n, **changed) for n in range(count)]
+
+
+def evened(fleet: Sequence[Site], running: Sequence[Stream], most: int) -> list[Move]:
+    return [*each_evening(fleet, running, most)]
 
 
 def test_crowded_worker_gives_streams_to_an_empty_one_until_both_are_even() -> None:
@@ -139,3 +148,45 @@ def test_leaving_worker_hands_over_what_pays_most_and_lets_the_rest_end() -> Non
     ends = replace(short, number=1, remaining=10)
     assert emptied(site, [short, ends, long], 2.0, other) == [long, short]
     assert emptied(site, [short, ends, long], 0.01, other)[0] == long
+
+
+def calls(work: Callable[[], object]) -> int:
+    """Calls of functions in some work: time that no other process changes."""
+    count = 0
+
+    def profile(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("adapters", [0, 500, 2000])
+@pytest.mark.parametrize("count", [200, 4000])
+def test_move_is_found_as_fast_among_any_number_of_streams(count: int, adapters: int) -> None:
+    held = frozenset((number, "v1") for number in range(adapters))
+    fleet = sites(count, *[count // 2] * 7, total_blocks=10**6, most_sequences=10**6, held=held)
+    running = [each for site in fleet for each in streams(site.address, site.sequences)]
+    for number, each in enumerate(running):
+        adapter = (number % adapters, "v1") if adapters else None
+        running[number] = replace(each, number=number, adapter=adapter, rank=8 if adapter else 0)
+    moves = each_evening(fleet, running, most=8)
+    first = next(moves)
+    assert first.pays
+    assert calls(partial(next, moves)) < 20_000
+
+
+def test_room_is_looked_for_at_few_workers_and_streams() -> None:
+    fleet = [
+        replace(each, address=f"{number}", used_blocks=990)
+        for number, each in enumerate(sites(*[8] * 8) * 4)
+    ]
+    running = streams("a", 400, remaining=10_000)
+    running = [replace(each, worker=f"{n % 32}", number=n) for n, each in enumerate(running)]
+    first = calls(lambda: roomy(fleet, running[:32], 10_000))
+    assert calls(lambda: roomy(fleet, running, 10_000)) - first < 4000

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from trtmesh.chassis.errors import Draining
 from trtmesh.chassis.tasks import next_tick
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Drained, Membership
+from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.item_handoffs import MAX_MOVES
 from trtmesh.router.movement.planner import Move, emptied, evened, roomy
 from trtmesh.router.movement.streams import STAY_SECONDS, Scene, items_of
@@ -59,6 +61,7 @@ class Movement:
         found: list[StreamMove] = []
         for model in sorted(self._fleet.models()):
             scene = Scene.of(self._fleet, model)
+            moves: Iterable[Move]
             if room_tokens:
                 moves = roomy(scene.sites, scene.streams, room_tokens)
             else:
@@ -68,6 +71,8 @@ class Movement:
         return found
 
     async def _carry_out(self, move: Move, scene: Scene, *, dry_run: bool) -> list[StreamMove]:
+        # To find the next one takes milliseconds.
+        await asyncio.sleep(0)
         told = []
         for stream in move.streams:
             run = scene.runs[stream.number]
@@ -94,14 +99,18 @@ class Movement:
         """Moves streams that pay, again and again, until cancelled."""
         while True:
             await next_tick(LOOK_SECONDS)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:
+                log.exception("a look for moves failed; the next is in %g s", LOOK_SECONDS)
 
     async def look(self) -> None:
         """Begins a few moves: first to make room for prompts that wait for blocks."""
         for model in sorted(self._fleet.models()):
             scene = Scene.of(self._fleet, model)
-            moves = self._for_waiting(scene) or evened(scene.sites, scene.streams, MOVES_PER_LOOK)
-            for move in moves[:MOVES_PER_LOOK]:
+            evening = evened(scene.sites, scene.streams, MOVES_PER_LOOK)
+            moves = self._for_waiting(scene) or evening
+            for move in islice(moves, MOVES_PER_LOOK):
                 if any(each.began for each in await self._carry_out(move, scene, dry_run=False)):
                     log.info(
                         "%d streams move from %s to %s: %s (%.3f s gained for %.3f s)",
@@ -113,7 +122,7 @@ class Movement:
                         move.cost_seconds,
                     )
 
-    def _for_waiting(self, scene: Scene) -> Sequence[Move]:
+    def _for_waiting(self, scene: Scene) -> Iterable[Move]:
         """Moves for the longest prompt that waits at a worker for blocks."""
         waiting = [
             stream
@@ -125,6 +134,20 @@ class Movement:
                 return roomy(scene.sites, scene.streams, stream.tokens, stream.worker)
         return ()
 
+    def _empty(self, worker: Worker, seconds: float) -> None:
+        """Has as many streams as may move at once leave a worker that will be gone in so many seconds."""
+        scene = Scene.of(self._fleet, worker.description.model, worker.address)
+        site = next((each for each in scene.sites if each.address == worker.address), None)
+        if site is None:
+            return
+        others = [each for each in scene.sites if each.takes]
+        receiver = min(others, default=site, key=lambda each: each.transfer_seconds)
+        for stream in emptied(site, scene.streams, seconds, receiver):
+            if worker.leases.moves >= MAX_MOVES:
+                break
+            run = scene.runs[stream.number]
+            run.owner.hand_over([run], worker.address, "drain")
+
     async def drain_by(self, name: str, seconds: float) -> Drained:
         """Empties a worker that will be gone in so many seconds: it takes nothing more, and hands over what pays most
         first. What is left near the end continues elsewhere without its KV. Raises as `Membership.drain`."""
@@ -132,20 +155,10 @@ class Movement:
         worker = begun.worker
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + seconds - max(LEAST_MARGIN_SECONDS, MARGIN_PART * seconds)
-        while worker.sequences and worker.drained and (left := ends_at - loop.time()) > 0:
-            scene = Scene.of(self._fleet, worker.description.model)
-            site = next((s for s in scene.sites if s.address == worker.address), None)
-            if site is None:
-                break
-            own = [each for each in scene.streams if each.worker == worker.address]
-            others = [each for each in scene.sites if each.takes]
-            receiver = min(others, default=site, key=lambda each: each.transfer_seconds)
-            for stream in emptied(site, own, left, receiver):
-                if worker.leases.moves >= MAX_MOVES:
-                    break
-                run = scene.runs[stream.number]
-                run.owner.hand_over([run], worker.address, "drain")
+        while any(items_of(worker)) and worker.drained and (left := ends_at - loop.time()) > 0:
+            if worker.leases.moves < MAX_MOVES:
+                self._empty(worker, left)
             await asyncio.sleep(POLL_SECONDS)
-        if worker.drained and any(True for _ in items_of(worker)):
+        if worker.drained and worker.sequences:
             worker.migrate_all(Draining(f"worker {worker.name} is left: its time ends"))
         return await self._members.end_drain(begun)

@@ -11,7 +11,7 @@ full pools, crowded workers and batches whose largest adapter is theirs alone; t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trtmesh.router.placement.load_guard import pressure_of
@@ -21,11 +21,13 @@ from trtmesh.router.placement.snapshot import KvFacts
 PAYS = 2.0
 """Least gain of a move, as a multiple of its cost: predictions err."""
 MOST_SOURCES = MOST_TARGETS = 4
-"""Workers that are weighed as either side of a move, so that a plan takes milliseconds in any fleet."""
-MOST_STREAMS = 32
-"""Streams of a worker that are weighed, those with most to come."""
+"""Workers that are weighed as either side of a move, so that a move is found as fast in any fleet."""
+MOST_ALONE, MOST_GROUPS = 8, 4
+"""Streams of a worker that are weighed alone, those with most to come, and groups, those of the largest rank."""
 MOST_GROUP = 8
 """Most streams of an adapter that move together."""
+MOST_LEAVING = 64
+"""Most streams that leave a worker for a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,9 @@ class Site:
     """Time to receive the KV of a token."""
     handoff_seconds: float
     kv: KvFacts | None = None
-    held: frozenset[AdapterKey] = frozenset()
+    held: Container[AdapterKey] = frozenset()
+    stands_for: int = 1
+    """Sequences of the worker that each of its streams here stands for: of many there is a sample."""
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.tokens_per_block) if self.tokens_per_block else 0
@@ -111,21 +115,38 @@ class _Crew:
     streams: dict[int, Stream] = field(default_factory=dict)
     remaining: int = 0
     ranks: Counter[int] = field(default_factory=Counter)
+    alone: list[tuple[Stream, ...]] = field(default_factory=list)
+    """Streams that may move, those with most to come first."""
+    groups: list[tuple[Stream, ...]] = field(default_factory=list)
+    """All streams of an adapter that may move, those of the largest rank first."""
 
-    def add(self, streams: Iterable[Stream]) -> None:
+    def add(self, streams: Iterable[Stream], stands_for: int = 1) -> None:
         for each in streams:
             self.streams[each.number] = each
-            self.remaining += each.remaining
-            self.ranks[each.rank] += 1
+            self.remaining += each.remaining * stands_for
+            self.ranks[each.rank] += stands_for
+
+    def order(self) -> None:
+        """Orders what may move."""
+        movable = [(each,) for each in self.streams.values() if each.may_move]
+        self.alone = sorted(movable, key=lambda alone: -alone[0].remaining)
+        by_adapter: dict[AdapterKey, list[Stream]] = {}
+        for each in self.streams.values():
+            # A sample has not all streams of an adapter.
+            if each.adapter is not None and self.site.stands_for == 1:
+                by_adapter.setdefault(each.adapter, []).append(each)
+        whole = [
+            tuple(group)
+            for group in by_adapter.values()
+            if 1 < len(group) <= MOST_GROUP and all(each.may_move for each in group)
+        ]
+        self.groups = sorted(whole, key=lambda group: -group[0].rank)
 
     def cost(self, add: Sequence[Stream] = (), drop: Sequence[Stream] = ()) -> float:
         """The cost with some streams more, or fewer."""
         site, more = self.site, len(add) - len(drop)
-        ranks = self.ranks
-        if add or drop:
-            ranks = ranks + Counter(s.rank for s in add)
-            ranks.subtract(s.rank for s in drop)
-        rank = max((rank for rank, count in ranks.items() if count > 0), default=0)
+        ranks = self.ranks - Counter(s.rank for s in drop) if drop else self.ranks
+        rank = max((*ranks, *(s.rank for s in add)), default=0)
         sequences = max(0, site.sequences + more)
         remaining = self.remaining + _remaining(add) - _remaining(drop)
         step = site.base_seconds + sequences * site.sequence_seconds + rank * site.rank_seconds
@@ -159,7 +180,9 @@ class _Crew:
         for each in streams:
             del sender.streams[each.number]
             sender.remaining -= each.remaining
-            sender.ranks[each.rank] -= 1
+        sender.ranks -= Counter(each.rank for each in streams)
+        sender.alone = [each for each in sender.alone if each[0].number in sender.streams]
+        sender.groups = [g for g in sender.groups if all(s.number in sender.streams for s in g)]
         # Once in a plan, whatever follows.
         self.add(replace(each, worker=self.site.address, may_move=False) for each in streams)
 
@@ -172,7 +195,10 @@ def _crews(sites: Sequence[Site], streams: Iterable[Stream]) -> dict[str, _Crew]
     crews = {site.address: _Crew(site) for site in sites}
     for stream in streams:
         if stream.worker in crews:
-            crews[stream.worker].add((stream,))
+            crew = crews[stream.worker]
+            crew.add((stream,), crew.site.stands_for)
+    for crew in crews.values():
+        crew.order()
     return crews
 
 
@@ -181,16 +207,13 @@ def _fits(sender: Site, receiver: Site) -> bool:
     return ours is not None and theirs is not None and sender is not receiver and ours.fits(theirs)
 
 
-def evened(sites: Sequence[Site], streams: Iterable[Stream], most: int) -> list[Move]:
+def evened(sites: Sequence[Site], streams: Iterable[Stream], most: int) -> Iterator[Move]:
     """At most so many moves that lower the cost of the fleet, the best first."""
-    crews, moves = _crews(sites, streams), list[Move]()
-    while len(moves) < most:
-        best = max(_weighed(crews), key=_profit, default=None)
-        if best is None:
-            break
-        moves.append(best)
+    crews = _crews(sites, streams)
+    while most and (best := max(_weighed(crews), key=_profit, default=None)):
+        yield best
+        most -= 1
         crews[best.receiver].take(best.streams, crews[best.sender])
-    return moves
 
 
 def _profit(move: Move) -> float:
@@ -199,35 +222,30 @@ def _profit(move: Move) -> float:
 
 def _weighed(crews: Mapping[str, _Crew]) -> Iterator[Move]:
     """Every move between the dearest and the cheapest workers that pays."""
-    by_cost = sorted(crews.values(), key=lambda crew: crew.cost())
+    costs = {address: crew.cost() for address, crew in crews.items()}
+    by_cost = sorted(crews.values(), key=lambda crew: costs[crew.site.address])
     for sender in by_cost[::-1][:MOST_SOURCES]:
-        for receiver in by_cost[:MOST_TARGETS]:
-            if _fits(sender.site, receiver.site):
-                yield from filter(lambda move: move.pays, _between(sender, receiver))
+        receivers = [each for each in by_cost[:MOST_TARGETS] if _fits(sender.site, each.site)]
+        for streams in [*sender.alone[:MOST_ALONE], *sender.groups[:MOST_GROUPS]]:
+            able = [each for each in receivers if _stays(streams, sender, each)]
+            saved = costs[sender.site.address] - sender.cost(drop=streams) if able else 0.0
+            for receiver in able:
+                spent = receiver.cost(add=streams) - costs[receiver.site.address]
+                move = _move(streams, sender.site, receiver.site, saved - spent, _why(streams))
+                if move.pays:
+                    yield move
 
 
-def _between(sender: _Crew, receiver: _Crew) -> Iterator[Move]:
-    before, step = sender.cost() + receiver.cost(), sender.site.base_seconds
-    for streams, why in _candidates(sender):
-        stay = max(each.remaining for each in streams) * step
-        longest = max(receiver.site.move_seconds(each.tokens) for each in streams)
-        # What ends soon is not worth a move, however full the pool.
-        if stay > PAYS * longest and receiver.has_room(streams):
-            after = sender.cost(drop=streams) + receiver.cost(add=streams)
-            yield _move(streams, sender.site, receiver.site, before - after, why)
+def _stays(streams: Sequence[Stream], sender: _Crew, receiver: _Crew) -> bool:
+    """Whether there is room, and what comes then takes longer than the move: what ends soon is not worth one, however
+    full the pool."""
+    stay = max(each.remaining for each in streams) * sender.site.base_seconds
+    longest = max(each.tokens for each in streams)
+    return stay > PAYS * receiver.site.move_seconds(longest) and receiver.has_room(streams)
 
 
-def _candidates(crew: _Crew) -> Iterator[tuple[tuple[Stream, ...], str]]:
-    movable = [each for each in crew.streams.values() if each.may_move]
-    for each in sorted(movable, key=lambda each: -each.remaining)[:MOST_STREAMS]:
-        yield (each,), "evens out load and KV"
-    by_adapter: dict[AdapterKey, list[Stream]] = {}
-    for each in crew.streams.values():
-        if each.adapter is not None:
-            by_adapter.setdefault(each.adapter, []).append(each)
-    for group in by_adapter.values():
-        if 1 < len(group) <= MOST_GROUP and all(each.may_move for each in group):
-            yield tuple(group), "gathers the sequences of an adapter"
+def _why(streams: Sequence[Stream]) -> str:
+    return "evens out load and KV" if len(streams) == 1 else "gathers the sequences of an adapter"
 
 
 def _move(streams: Sequence[Stream], sender: Site, receiver: Site, gain: float, why: str) -> Move:
@@ -243,22 +261,26 @@ def roomy(
     hosts = [s for s in sites if s.takes and s.tokens_per_block and only in ("", s.address)]
     if any(site.blocks(tokens) <= site.free_blocks for site in hosts):
         return []
-    plans = [_room_at(host, sites, streams, tokens) for host in hosts]
+    hosts.sort(key=lambda site: site.blocks(tokens) - site.free_blocks)
+    plans = [_room_at(host, sites, streams, tokens) for host in hosts[:MOST_TARGETS]]
     return min((p for p in plans if p), key=lambda p: sum(m.cost_seconds for m in p), default=[])
 
 
 def _room_at(
     host: Site, sites: Sequence[Site], streams: Sequence[Stream], tokens: int
 ) -> list[Move]:
-    crews, moves = _crews(sites, streams), list[Move]()
+    own = [each for each in streams if each.worker == host.address]
+    crews, moves = _crews(sites, own), list[Move]()
     home, lacking = crews[host.address], host.blocks(tokens) - host.free_blocks
     gain = _wait_seconds(home, lacking)
-    movable = [each for each in home.streams.values() if each.may_move]
-    for each in sorted(movable, key=lambda each: -each.tokens):
-        able = [c for c in crews.values() if _fits(host, c.site) and c.has_room((each,))]
+    others = [each for each in crews.values() if each.site.takes and _fits(host, each.site)]
+    others.sort(key=lambda crew: -crew.site.free_blocks)
+    movable = [each for each in own if each.may_move]
+    for each in sorted(movable, key=lambda each: -each.tokens)[:MOST_LEAVING]:
+        able = [crew for crew in others[:MOST_TARGETS] if crew.has_room((each,))]
         if not able:
             continue
-        receiver = min(able, key=lambda crew: crew.site.used_blocks / crew.site.total_blocks)
+        receiver = max(able, key=lambda crew: crew.site.free_blocks)
         moves.append(_move((each,), host, receiver.site, gain, f"makes room for {tokens} tokens"))
         receiver.take((each,), home)
         lacking -= host.blocks(each.tokens)
@@ -273,7 +295,7 @@ def _wait_seconds(crew: _Crew, lacking: int) -> float:
     site, ends = crew.site, 0
     step = site.base_seconds + site.sequences * site.sequence_seconds
     for each in sorted(crew.streams.values(), key=lambda each: each.remaining):
-        ends, lacking = each.remaining, lacking - site.blocks(each.tokens)
+        ends, lacking = each.remaining, lacking - site.blocks(each.tokens) * site.stands_for
         if lacking <= 0:
             break
     return step * ends

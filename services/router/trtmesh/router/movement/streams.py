@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
@@ -16,6 +17,9 @@ from trtmesh.router.streams.sequence import SequenceRun
 
 LEAST_REMAINING = 16
 """Tokens that a stream is expected to have to come, however long it is already."""
+
+MOST_STREAMS, MOST_OF_WORKER = 2048, 256
+"""Streams of a model, and of a worker, that a plan looks at, so that it holds the event loop for milliseconds."""
 
 STAY_SECONDS = 30.0
 """Time for which a stream that was moved stays where it is."""
@@ -30,27 +34,34 @@ class Scene:
     runs: Sequence[SequenceRun]
 
     @classmethod
-    def of(cls, fleet: Fleet, model: str) -> Scene:
+    def of(cls, fleet: Fleet, model: str, only: str = "") -> Scene:
+        """A model's workers with a sample of the streams of each, or of the `only` one by its address."""
         typical = fleet.typical(model)
         workers = [w for w in fleet.workers.values() if w.description.model == model and w.works]
-        sites = [_site(worker, typical) for worker in workers]
-        streams, runs = list[Stream](), list[SequenceRun]()
+        most = max(1, min(MOST_OF_WORKER, MOST_STREAMS // max(1, len(workers))))
+        sites, streams, runs = list[Site](), list[Stream](), list[SequenceRun]()
         now = asyncio.get_running_loop().time()
         for worker in workers:
-            for item, run in items_of(worker):
-                streams.append(_stream(len(runs), worker, item, run, typical, now))
-                runs.append(run)
+            step = -(-len(worker.sequences) // most) or 1
+            sites.append(_site(worker, typical, step))
+            if only in ("", worker.address):
+                # Each look has others.
+                for item, run in items_of(worker, int(1000 * now) % step, step):
+                    streams.append(_stream(len(runs), worker, item, run, typical, now))
+                    runs.append(run)
         return cls(sites, streams, runs)
 
 
-def items_of(worker: Worker) -> Iterator[tuple[ItemRun, SequenceRun]]:
-    """The sequences of clients' items."""
-    for run in worker.sequences.values():
+def items_of(
+    worker: Worker, start: int = 0, step: int = 1
+) -> Iterator[tuple[ItemRun, SequenceRun]]:
+    """The sequences of clients' items, or each `step`-th."""
+    for run in islice(worker.sequences.values(), start, None, step):
         if isinstance(run, SequenceRun) and isinstance(run.owner, ItemRun) and not run.over:
             yield run.owner, run
 
 
-def _site(worker: Worker, typical: Typical) -> Site:
+def _site(worker: Worker, typical: Typical, stands_for: int) -> Site:
     guard, load, able = worker.guard, worker.load, worker.capabilities
     relative = guard.rates.relative_step(typical)
     base, one = typical.step_seconds(0), typical.step_seconds(1)
@@ -70,7 +81,8 @@ def _site(worker: Worker, typical: Typical) -> Site:
         transfer_seconds=(able.kv.token_bytes if able.kv else 0) * guard.byte_seconds(typical),
         handoff_seconds=typical.handoff_seconds,
         kv=able.kv,
-        held=frozenset(worker.adapters.held),
+        held=worker.adapters.held,
+        stands_for=stands_for,
     )
 
 

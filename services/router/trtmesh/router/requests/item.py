@@ -451,16 +451,19 @@ class ItemRun:
     def _begun_handoffs(self) -> ItemHandoffs:
         """The item's handoffs, from the first on."""
         if self._handoffs is None:
-            self._handoffs = ItemHandoffs(
-                self,
-                self._item,
-                self._context.request_id,
-                self._context.model,
-                self._mesh.handoffs,
-                self._placer,
-                self._events.moved,
-            )
+            self._handoffs = self._no_handoffs()
         return self._handoffs
+
+    def _no_handoffs(self) -> ItemHandoffs:
+        return ItemHandoffs(
+            self,
+            self._item,
+            self._context.request_id,
+            self._context.model,
+            self._mesh.handoffs,
+            self._placer,
+            self._events.moved,
+        )
 
     def submit(self, leg: Leg, runs: Sequence[SequenceRun], lease: Lease = NO_LEASE) -> None:
         """Submits sequences, or all of a fresh item. Raises TrtmeshError."""
@@ -634,7 +637,10 @@ class ItemRun:
 
     def may_move(self, run: SequenceRun) -> bool:
         """Whether a running sequence could move now, with its KV."""
-        return not (self._stop_asked or self._over) and self._begun_handoffs().may_move(run)
+        if self._stop_asked or self._over:
+            return False
+        # A look begins none: an item without handoffs ends sooner.
+        return (self._handoffs or self._no_handoffs()).may_move(run)
 
     def move_to(self, run: SequenceRun, receiver: str) -> bool:
         """Begins to move a sequence with its KV to the worker at an address; False if it stays."""
