@@ -19,9 +19,12 @@ from router.scripted import (
 )
 from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
 from router.scripted_tokenizer import ScriptedTokenizer
-from trtmesh.chassis.errors import QueueFull
+from trtmesh.chassis.errors import AdapterNotFound, QueueFull
 from trtmesh.client import ItemResult
+from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
 from trtmesh.router.hedging.hedger import MOST_STARTS
+from trtmesh.router.hedging.race import FirstCopy
+from trtmesh.router.requests.item import ItemRun
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -192,6 +195,97 @@ async def test_first_worker_dies() -> None:
         await scene.step_second(LEARNED, *TOKENS[LEARNED:], end=True)
         assert [*(await scene.ended()).token_ids] == TOKENS
         assert len(scene.second.submits) == 1
+
+
+async def test_first_worker_dies_ahead_of_the_copy() -> None:
+    """What the copy computes again is wasted."""
+    async with racing() as scene:
+        await scene.step_first(LEARNED, *TOKENS[LEARNED : LEARNED + 2])
+        gauge = scene.on.client.gauge
+        await eventually(lambda: gauge("tokens_out_total", model="m") == LEARNED + 2)
+        await scene.first.hang_up()
+        await eventually(lambda: scene.hedges("won"))
+        await scene.step_second(LEARNED, *TOKENS[LEARNED:], end=True)
+        assert [*(await scene.ended()).token_ids] == TOKENS
+        assert gauge("hedge_wasted_tokens_total") == 2
+
+
+async def test_worker_stalls_right_after_its_copy_won() -> None:
+    """The sequence began there, and is late again."""
+    async with racing() as scene:
+        await scene.step_second(LEARNED, TOKENS[LEARNED])
+        await scene.stopped(scene.first, scene.handle)
+        _, back = await scene.first.submitted(2)
+        assert back.emitted_tokens == LEARNED + 1
+        await scene.first.step(
+            (back.handle, LEARNED + 1, TOKENS[LEARNED + 1 :]), ends=[(back.handle, LENGTH)]
+        )
+        assert [*(await scene.ended()).token_ids] == TOKENS
+
+
+@pytest.mark.parametrize("drained", ["first", "second"])
+async def test_drained_worker_has_no_copies_of_others(drained: str) -> None:
+    """A drain tells what became of the worker's own sequences."""
+    async with racing() as scene:
+        engine = scene.first if drained == "first" else scene.second
+        told = await scene.on.client.admin.drain_worker(engine.description.worker, finish_seconds=0)
+        left = (told.finished_sequences, told.moved_sequences, told.left_sequences)
+        assert left == ((0, 1, 0) if drained == "first" else (0, 0, 0))
+
+
+async def test_racing_sequence_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ItemHandoffs, "_keeps_kv", lambda *_: True)
+    async with racing() as scene:
+        workers = scene.on.client.router._fleet.workers.values()
+        first = next(w for w in workers if w.name == scene.first.description.worker)
+        (held,) = first.sequences.values()
+        assert isinstance(held, FirstCopy)
+        run = held._run
+        assert isinstance(run.owner, ItemRun)
+        assert not run.owner.may_move(run)
+        await scene.second.hang_up()
+        await eventually(lambda: scene.hedges("lost"))
+        assert run.owner.may_move(run)
+
+
+@pytest.mark.parametrize("lacking", ["first", "second"])
+async def test_worker_without_the_adapter_is_noted(lacking: str) -> None:
+    """Its description still lists what it evicted: the next item goes elsewhere."""
+    engines = [
+        ScriptedEngine(worker=name, supported_fields=[*FIELDS, "lora.id"]) for name in ("a", "b")
+    ]
+    key = (7, "v1")
+    async with fleet(*engines, hedge={"enabled": True}) as on:
+        workers = on.client.router._fleet.workers.values()
+        for engine in engines:
+            await engine.tell_adapter(*key)
+        await eventually(lambda: all(key in worker.adapters.held for worker in workers))
+        first, handle, _ = await late(on, adapter=pb.LoraConfig(id=7))
+        second = on.other(first)
+        (copy,) = await second.submitted()
+        engine, refused = (first, handle) if lacking == "first" else (second, copy.handle)
+        await engine.step(ends=[refusal(refused, AdapterNotFound("evicted"))])
+        name = engine.description.worker
+        await eventually(lambda: [w.name for w in workers if key not in w.adapters.held] == [name])
+
+
+async def test_defect_ends_no_hedging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence is tried again with its next token."""
+    hedge, tries = ItemRun.hedge, list[int]()
+
+    def breaks_once(item: ItemRun, *args: Any) -> str:
+        tries.append(item.generated_tokens)
+        if len(tries) == 1:
+            raise AssertionError("a defect")
+        return hedge(item, *args)
+
+    monkeypatch.setattr(ItemRun, "hedge", breaks_once)
+    async with fleet(hedge={"enabled": True}) as on:
+        first, handle, _ = await late(on)
+        await eventually(lambda: counted(on, "hedges_refused", reason="item"))
+        await first.step((handle, LEARNED, TOKENS[LEARNED : LEARNED + 1]))
+        (copy,) = await on.other(first).submitted()
+        assert tries == [LEARNED, copy.emitted_tokens] == [LEARNED, LEARNED + 1]
 
 
 async def test_second_worker_dies() -> None:

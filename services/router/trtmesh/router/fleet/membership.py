@@ -61,6 +61,11 @@ class BegunDrain:
     """Whether other routers still place on the worker."""
 
 
+def _sequences_of(worker: Worker) -> list[Held]:
+    """Its sequences, without second copies of sequences elsewhere."""
+    return [run for run in worker.sequences.values() if run.address == worker.address]
+
+
 def _has(worker: Worker, run: Held) -> bool:
     return run.assignment is not None and run.address == worker.address
 
@@ -250,7 +255,7 @@ class Membership:
         worker.drain()
         await _until(lambda: worker.load.draining or not worker.drains_itself, ROLE_SECONDS)
         only_here = not worker.load.draining
-        return BegunDrain(worker, list(worker.sequences.values()), only_here)
+        return BegunDrain(worker, _sequences_of(worker), only_here)
 
     async def end_drain(self, begun: BegunDrain) -> Drained:
         """Waits until others have what leaves a drained worker, for a while."""
@@ -266,7 +271,7 @@ class Membership:
         """
         worker = await self._linked(name)
         _check_role(worker, role)
-        runs = list(worker.sequences.values())
+        runs = _sequences_of(worker)
         worker.set_role(role)
         await _until(lambda: worker.load.role == role or not worker.connected, ROLE_SECONDS)
         if worker.load.role != role:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.router.fleet.assignments import Handle
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.client_halves import second_half
@@ -244,9 +245,10 @@ class ItemHandoffs:
         return sender.leases.moves >= MAX_MOVES or self._move(run, sender, cause)
 
     def may_move(self, run: SequenceRun) -> bool:
-        """Whether a running sequence may leave its worker with its KV, and is not about to."""
+        """Whether a running sequence may leave its worker with its KV, and is not about to, nor has a second copy."""
         sender = self._table.fleet.workers.get(run.address)
         free = sender is not None and sender.address != LOCAL and self._of(run) is None
+        free = free and isinstance(run.assignment, Handle)
         return free and sender is not None and self._keeps_kv(run, sender)
 
     def move_to(self, run: SequenceRun, receiver: str) -> bool:

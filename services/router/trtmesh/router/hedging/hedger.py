@@ -326,6 +326,7 @@ class Hedger:
             refusal = item.hedge(race, left_out)
         except Exception:
             log.exception("no copy of a sequence of request %s, by a defect", run.request_id)
+            self._raced[run] = record.token_offset
             refusal = "of a defect; the log tells more"
         if refusal:
             self._refuse(worker, late, Obstacle.ITEM, refusal)

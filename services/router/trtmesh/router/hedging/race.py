@@ -80,6 +80,9 @@ class RacingItem(Protocol):
     ) -> None:
         """The sequence goes on at `worker`; the one at `address` was `lost`, or only behind."""
 
+    def note_absence(self, address: str, error: TrtmeshError) -> None:
+        """Notes that the worker at `address` lacks the item's adapter, if that is the `error`."""
+
 
 class CopyTimes(SequenceTimes):
     """Times of a copy, whose tokens count only once they are delivered."""
@@ -112,13 +115,14 @@ class Race:
         self.first = run.assignment
         self.second: Handle | None = None
         self._worker: Worker | None = None
+        self._rival: SecondCopy | None = None
         self.over = False
 
     def begin(self, leg: Leg, submit: Callable[[Leg, SecondCopy], None]) -> None:
         """Starts the second copy on the worker of a leg. Raises TrtmeshError, and nothing is begun."""
         rival = SecondCopy(self, self.run)
         submit(leg, rival)
-        self._worker, self.second = leg.worker, rival.handle
+        self._worker, self._rival, self.second = leg.worker, rival, rival.handle
         self.record.second = leg.worker.name
         self.first.substitute(FirstCopy(self, self.run))
         self.run.assignment = self
@@ -179,6 +183,12 @@ class Race:
         if run.charge is not None:
             run.charge.up_to(len(run.token_ids), now)
 
+    def copy_failed(self, error: TrtmeshError) -> None:
+        """The second worker refused or lost its copy."""
+        assert self.second
+        self._item.note_absence(self.second.address, error)
+        self.drop("lost", error.message)
+
     def drop(self, outcome: str, detail: str = "") -> None:
         """The first copy goes on alone, or the sequence ends."""
         if self.over:
@@ -193,9 +203,14 @@ class Race:
         """The sequence goes on at the second worker."""
         assert self.second
         assert self._worker
+        assert self._rival
         self.first.lose(LosingCopy(self, _saves=True))
         self.second.substitute(self.run)
         self.run.assign(self.second)
+        # Not now: a sequence with a token since has begun there.
+        self.run.times.assigned = self._rival.times.assigned
+        # What a copy behind still lacks is computed there again.
+        self.wasted(len(self.run.token_ids) - len(self._rival.token_ids))
         self._end("won")
         self._item.switched(self.run, self.first.address, self._worker, lost)
 
@@ -372,8 +387,10 @@ class SecondCopy(Copy):
     def on_end(self, end: End) -> None:
         """A copy that ends where the sequence is complete brings its end."""
         race = self._race
-        if end.error is not None or end.reason not in COMPLETE:
-            race.drop("lost", end.error.message if end.error is not None else "its worker ended it")
+        if end.error is not None:
+            race.copy_failed(end.error)
+        elif end.reason not in COMPLETE:
+            race.drop("lost", "its worker ended it")
         elif len(self.token_ids) < len(race.run.token_ids):
             race.drop("lost", "it ended where the sequence went on")
         else:
@@ -381,7 +398,7 @@ class SecondCopy(Copy):
             self._run.on_end(end)
 
     def on_worker_lost(self, error: TrtmeshError) -> None:
-        self._race.drop("lost", error.message)
+        self._race.copy_failed(error)
 
 
 @dataclass(slots=True)

@@ -594,6 +594,8 @@ class ItemRun:
         """A sequence goes on at `worker` with its second copy: the one at `address` was `lost`, or is behind."""
         self._events.moved(1, "hedged", lost)
         self._note_worker(worker, [run], NO_LEASE)
+        if lost is not None:
+            self.note_absence(address, lost)
         if lost is not None and not self._placer.lost(address, lost, self.generated_tokens):
             self.fail(too_many_losses(self._placer.attempts.fruitless, lost))
 
@@ -602,8 +604,7 @@ class ItemRun:
         if self._stop_asked:
             run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
             return
-        if isinstance(error, AdapterNotFound) and self._encoded.adapter is not None:
-            self._mesh.fleet.note_absence(address, self._encoded.adapter.identity)
+        self.note_absence(address, error)
         placer, counts = self._placer, not isinstance(error, HandoffFailed)
         if counts and not placer.lost(address, error, self.generated_tokens):
             last = too_many_losses(placer.attempts.fruitless, error)
@@ -613,6 +614,11 @@ class ItemRun:
             self._handoffs.fail([run], address, error)
         told = error if placer.is_news(address, error) else None
         self._move([run], error.reason.lower(), error, told)
+
+    def note_absence(self, address: str, error: TrtmeshError) -> None:
+        """Notes that the worker at `address` lacks the item's adapter, if that is the `error`."""
+        if isinstance(error, AdapterNotFound) and self._encoded.adapter is not None:
+            self._mesh.fleet.note_absence(address, self._encoded.adapter.identity)
 
     def _move(
         self,
