@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
-from trtmesh.router.canary.sample import is_chosen
+from trtmesh.router.canary.sample import has_room, is_chosen, repeatable
 from trtmesh.router.canary.verdict import (
     Difference,
     Generated,
@@ -15,6 +16,7 @@ from trtmesh.router.canary.verdict import (
     first_difference,
     judged,
 )
+from trtmesh.v1.engine_pb2 import SubmitCommand
 
 ITEMS = 1_000_000
 
@@ -69,9 +71,47 @@ def items(count: int) -> Iterator[tuple[list[Generated], random.Random]]:
         yield outputs(draw, 6), draw
 
 
+def computed(truth: list[list[int]], most: int, stopped: int) -> list[Generated]:
+    """What a worker makes of sequences with at most so many new tokens; the first is stopped after a few, if not 0."""
+    whole = [ids[:most] for ids in truth]
+    found = [Generated(ids, True, -0.5 * len(ids)) for ids in whole]
+    if 0 < stopped < len(whole[0]):
+        found[0] = Generated(whole[0][:stopped], False)
+    return found
+
+
+@cache
+def repetition_of(prompt_tokens: int, tokens: int) -> SubmitCommand:
+    return repeatable(SubmitCommand(token_ids=[0] * prompt_tokens), [Generated([7] * tokens, True)])
+
+
+def false_alarms(has_room: Callable[[SubmitCommand, int], bool], count: int) -> tuple[int, int]:
+    """Alarms among items of honest workers with unlike limits, and the number of comparisons: items end by themselves,
+    by `max_tokens`, by the limit of their worker, or are stopped."""
+    draw, alarms, compared = random.Random(38), 0, 0
+    columns = (range(1, 12), (0, 0, 0, 5), range(1, 9), (10, 14, 32), (10, 14, 32), range(1, 12))
+    drawn = zip(*(draw.choices(each, k=count) for each in (*columns, range(4))), strict=True)
+    for length, other, prompt, one, two, asked, stopped in drawn:
+        truth = [[7] * length, *([[7] * other] if other else [])]
+        item = computed(truth, min(asked, one - prompt), stopped)
+        command = repetition_of(prompt, max(len(each.token_ids) for each in item))
+        if has_room(command, two):
+            most = min(command.config.stopping.max_tokens, two - prompt)
+            alarms += judged(item, computed(truth, most, 0), None) is not None
+            compared += 1
+    return alarms, compared
+
+
 def test_no_false_alarm_in_a_million_items() -> None:
-    for item, draw in items(ITEMS):
-        assert judged(item, repeated(item, draw), None) is None
+    alarms, compared = false_alarms(has_room, ITEMS)
+    assert alarms == 0
+    assert compared > ITEMS / 2
+
+
+def test_workers_without_room_would_be_false_alarms() -> None:
+    alarms, compared = false_alarms(lambda command, limit: len(command.token_ids) < limit, 1000)
+    assert alarms > 10
+    assert compared == 1000
 
 
 def test_whoever_differs_is_found_and_nobody_else() -> None:

@@ -58,3 +58,12 @@ async def test_sample_that_workers_fail_with_is_given_up(caplog: pytest.LogCaptu
     told = (each.getMessage() for each in caplog.records)
     left = [each.split()[4] for each in told if each.startswith("the canary left worker")]
     assert len(left) == len(set(left)) == MOST_ATTEMPTS
+
+
+async def test_idle_workers_take_turns_with_repetitions() -> None:
+    async with workers(*["mixed"] * 4, **CANARY) as on:
+        for number in range(40):
+            await on.ask([number + 1, *PROMPT])
+        assert await examined(on) == {"identical": 40}
+        own = 40 // 4 * (len(PROMPT) + 1)
+        assert all(on.load(name).computed_prompt_tokens > own for name in on.engines)

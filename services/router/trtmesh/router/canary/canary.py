@@ -16,7 +16,7 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.logs import Occasionally
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.canary.repetition import Repetition
-from trtmesh.router.canary.sample import SampledItem, is_chosen, repeatable
+from trtmesh.router.canary.sample import SampledItem, has_room, is_chosen, repeatable
 from trtmesh.router.canary.verdict import Generated, Side, Verdict, judged
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
@@ -233,8 +233,7 @@ def _is_fit(worker: Worker, sample: SampledItem, known: Collection[str]) -> bool
         and able.identity == sample.takers[0].worker.capabilities.identity
         and Capability.EXACT_RESUMPTION in able.optional
         and sample.item.worker_fields <= able.supported_fields
-        # One with less room would end it earlier.
-        and len(command.token_ids) + command.config.stopping.max_tokens <= able.max_sequence_tokens
+        and has_room(command, able.max_sequence_tokens)
         and sample.item.sequences <= able.max_sequences
         and (need is None or need.deliverable or need.key in worker.adapters.held)
         and not (need is not None and worker.adapters.is_full(need))

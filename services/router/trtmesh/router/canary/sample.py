@@ -87,3 +87,8 @@ def repeatable(
     config.output.CopyFrom(told)
     command.ClearField("timeout_ms")
     return command
+
+
+def has_room(command: engine_pb.SubmitCommand, max_sequence_tokens: int) -> bool:
+    """Whether a worker has room for a repetition: with less it would end it earlier."""
+    return len(command.token_ids) + command.config.stopping.max_tokens <= max_sequence_tokens
