@@ -25,6 +25,8 @@ ENGINE = (
 )
 ROUTER = (
     *("--canary-share", "1", "--defragment", "true", "--hedge-enabled", "true"),
+    # On a busy machine prompts seem expensive, and copies are many.
+    *("--hedge-token-share", "0.5"),
     *("--retries-worker-wait-seconds", "60", *constants(max_lost_workers=100, lease_seconds=1)),
 )
 PROMPT = list(range(300, 460))
@@ -69,6 +71,8 @@ async def test_streams_are_identical_and_nothing_is_left(tmp_path: Path) -> None
         samples = await scrape(mesh.router)
         assert not samples.get("trtmesh_router_canary_alerts_total")
         assert samples["trtmesh_router_moved_sequences_total"] > 0
+        won = await scrape(mesh.router, outcome="won")
+        assert won["trtmesh_router_hedges_total"] > 0
         identical = await scrape(mesh.router, outcome="identical")
         assert identical["trtmesh_router_canary_items_total"] > 0
         for outcome in ("different", "failed", "inexact"):

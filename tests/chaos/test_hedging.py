@@ -46,6 +46,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "sampled": SAMPLED,
     "several sequences": {**SAMPLED, "num_return_sequences": 2},
     "stop texts": {**SAMPLED, "stop_texts": ["a text that never comes"]},
+    "found stop texts": {**SAMPLED, "stop_texts": ["tt", "ee"], "min_tokens": TOKENS},
     "whole": {**SAMPLED, "stream": False},
     "ids alone": {**GREEDY, "text": False},
 }
