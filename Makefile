@@ -112,7 +112,7 @@ soak: $(INSTALLED_DEV)  ## Run searches and rounds of faults with fresh examples
 	@echo "SEED=$(SEED)"
 	$(BIN)/pytest -n 2 --timeout=0 --hypothesis-profile=default \
 	    $$(git grep -l 'hypothesis' -- 'tests/**/test_*.py')
-	$(BIN)/pytest -n 2 --timeout=0 -m soak
+	$(BIN)/pytest -n 2 --timeout=0 -m "soak and not gpu"
 	$(BIN)/pytest -s tests/oracle/test_handoffs.py --forms=$(SEED)
 	$(BIN)/pytest --timeout=0 --combinations=100 -k any_combination \
 	    tests/engine/torch/test_any_combination.py tests/engine/torch/test_handoffs.py
