@@ -261,7 +261,7 @@ def test_shell_completes_commands_options_and_names(admin: str) -> None:
         ("trtmesh work", {"workers"}),
         (f"trtmesh workers drain --admin {admin} eng", {"engine-0", "engine-1"}),
         ("trtmesh policy set --admin 127.0.0.1:1 r", set()),
-        ("trtmesh workers re", {"resume", "remove"}),
+        ("trtmesh workers re", {"resume", "remove", "rebalance"}),
         ("trtmesh policy get --tok", {"--token-file"}),
     ):
         env = {

@@ -21,6 +21,8 @@ EXACT_S = 2e-6
 """Times are kept in microseconds."""
 
 CLOSED = Load("closed", concurrency=4)
+CONNECTING = "connects"
+"""No prompt: no time passes while the target is asked what it serves."""
 
 
 def script_of(prompt: str) -> Script:
@@ -51,10 +53,12 @@ def measured(
     answers: list[Answer] = []
 
     async def main(travelling: Travelling) -> None:
+        travelling.begin(CONNECTING)
         async with (
             serving(protocol, scripts, travelling) as url,
             opened(Connecting(url, model="ensemble"), 1) as targets,
         ):
+            travelling.end(CONNECTING)
             seen = [SeenTarget(target, travelling) for target in targets]
             driver = Driver(seen, answers.append, timeout_s=timeout_s)
             timed = chains_of(planned(plans, load, 0))

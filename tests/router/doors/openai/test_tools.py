@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from compat.plain_http import PlainHttp, Reply
 from e2e.mesh import eventually
 from router.scripted import READY, ScriptedEngine, serving_engine, serving_router, until_states
 from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
-from trtmesh.router.doors.openai.answer import Piece, StreamedAnswer
+from trtmesh.router.doors.openai.answer import StreamedAnswer
 from trtmesh.v1 import generation_pb2 as pb
 
 CHAT = "/v1/chat/completions"
@@ -420,14 +420,14 @@ async def test_limited_caller_costs_no_rendering() -> None:
 async def test_defect_within_a_stream_ends_it_with_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    written = StreamedAnswer.of
+    written = StreamedAnswer.text
 
-    def fail_at_x(self: StreamedAnswer, piece: Piece, bytes_of: Mapping[int, bytes]) -> bytes:
-        if "x" in piece.text:
+    def fail_at_x(self: StreamedAnswer, choice: int, text: str) -> bytes:
+        if "x" in text:
             raise RuntimeError("a defect")
-        return written(self, piece, bytes_of)
+        return written(self, choice, text)
 
-    monkeypatch.setattr(StreamedAnswer, "of", fail_at_x)
+    monkeypatch.setattr(StreamedAnswer, "text", fail_at_x)
     async with talking("none") as talk:
         body = BODY | {"tools": None, "stream": True}
         url = f"http://{talk.http.address}{CHAT}"

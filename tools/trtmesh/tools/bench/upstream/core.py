@@ -14,6 +14,7 @@ from trtmesh.chassis.errors import InvalidRequest, SettingsError
 from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put, say_error
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK, run
+from trtmesh.cli.tls import CONNECTION
 from trtmesh.tools.bench.driver import MOST_OPEN
 from trtmesh.tools.bench.measuring import Setup, Watch, measure
 from trtmesh.tools.bench.record import AnswerOutcome, Load, Plan
@@ -50,7 +51,9 @@ class Spacing(StrEnum):
 class CoreOptions:
     """Flags of both scripts."""
 
-    url: str = option("Server, host:port.", "-u", "--url", default="localhost:8001")
+    url: str = option(
+        "Server, host:port.", "-u", "--url", default="localhost:8001", panel=CONNECTION
+    )
     protocol: str = option("Only grpc is measured.", "-i", "--protocol", default="grpc")
     max_input_len: int = option(
         "Longer prompts are left out.", "--max-input-len", "--max_input_len", default=0, min=0
