@@ -275,15 +275,14 @@ def _reading(config: GenerationConfig) -> Reading:
 def _plain(config: GenerationConfig) -> dict[str, Any]:
     """The values that the library takes as they are."""
     sampling, beams = config.sampling, config.beam_search.beam_width > 1
+    # Harmless values of filters were admitted with beams, which are ranked, not drawn.
+    left_out = {f"sampling.{name}" for name in FILTERS} if beams else set[str]()
     values = {
         PLAIN[path]: value
-        for path in sorted(config.fields_set & PLAIN.keys())
+        for path in sorted((config.fields_set & PLAIN.keys()) - left_out)
         if (value := _value(config, path)) is not None
     }
     if beams:
-        # Harmless values of these were admitted; beams are ranked, not drawn.
-        for name in FILTERS:
-            values.pop(PLAIN[f"sampling.{name}"], None)
         return values | dict(_beams(config))
     if sampling.greedy:
         given = [values.pop(PLAIN[path], None) for path in _DRAWS]
