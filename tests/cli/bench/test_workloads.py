@@ -161,6 +161,7 @@ async def test_prompts_of_vllm_and_of_lines(tmp_path: Path) -> None:
         ("f.jsonl", lines({"text": "a"}), "f.jsonl:1.*--output-tokens"),
         ("f.jsonl", lines(["a"]), "f.jsonl:1.*turns, text, prompt, input_length"),
         ("f.jsonl", lines({"input_length": 5, "output_length": 1}), "f.jsonl:1: timestamp"),
+        ("f.jsonl", lines({"timestamp": 1, "input_length": 5, "output_length": None}), "f.jsonl:1.*no length"),
         ("f.jsonl", "\n", "has no requests"),
         ("f.csv", "A,B\n1,2\n", "f.csv:1.*A, B.*neither BurstGPT's"),
         ("f.csv", AZURE + "2023-11-16 18:17:05,x,1\n", "f.csv:4: ContextTokens"),
@@ -184,7 +185,7 @@ async def test_absent_file_is_named(tmp_path: Path) -> None:
 
 
 async def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtmesh.tools.bench.workloads.files.MOST_LINE_BYTES", 40)
+    monkeypatch.setattr("trtmesh.tools.records.MOST_LINE_BYTES", 40)
     content = lines({"text": "a", "output_length": 1}, {"text": "b" * 40, "output_length": 1})
     with pytest.raises(InvalidRequest, match=r"f\.jsonl:2.*longer than 40 bytes"):
         await read(tmp_path / "f.jsonl", content)

@@ -25,23 +25,62 @@ def test_mooncake_trace_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            (
+                "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,GPT-4,472,18,490,API log\n"
+                "45,GPT-4,100,0,100,API log\n47.5,GPT-4,30,20,50,API log\n"
+            ),
+            [(0.0, 472, 18), (42.5, 30, 20)],
+        ),
+        (
+            (
+                "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.5000000,4808,10\n"
+                "2023-11-16 18:17:05.0000000,3180,8\n"
+            ),
+            [(0.0, 4808, 10), (1.5, 3180, 8)],
+        ),
+    ],
+)
+def test_traces_of_burstgpt_and_azure_are_read(
+    tmp_path: Path, content: str, expected: list[tuple[float, int, int]]
+) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(content)
+    assert [(a.seconds, a.prompt_tokens, a.new_tokens) for a in read_trace(file)] == expected
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         ("nonsense", ":1 is not JSON"),
-        ("[]", ":1 is not an object"),
-        ('{"timestamp": 1, "output_length": 1}', ":1: input_length is None"),
-        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length is 0"),
-        ('{"timestamp": "x", "input_length": 1, "output_length": 1}', "timestamp is 'x'"),
-        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', ":1: timestamp is nan"),
-        ('{"timestamp": -Infinity, "input_length": 1, "output_length": 1}', "timestamp is -inf"),
-        ('{"timestamp": 1e400, "input_length": 1, "output_length": 1}', "timestamp is inf"),
-        ('{"timestamp": 1%s, "input_length": 1, "output_length": 1}' % ("0" * 400), "timestamp"),
-        ('{"timestamp": 1, "input_length": 1%s, "output_length": 1}' % ("0" * 400), "input_length"),
+        ("[]", ":1 Input should be"),
+        ('{"timestamp": 1, "output_length": 1}', ":1: input_length Field required"),
+        (
+            '{"timestamp": 1, "input_length": 0, "output_length": 1}',
+            ":1: input_length Input should be greater",
+        ),
+        (
+            '{"timestamp": "x", "input_length": 1, "output_length": 1}',
+            ":1: timestamp Input should be a valid number",
+        ),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', ":1 is not JSON"),
+        ('{"timestamp": -Infinity, "input_length": 1, "output_length": 1}', ":1 is not JSON"),
+        ('{"timestamp": 1e400, "input_length": 1, "output_length": 1}', ":1"),
+        (
+            '{"timestamp": 1%s, "input_length": 1, "output_length": 1}' % ("0" * 400),
+            ":1 is not JSON",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 1%s, "output_length": 1}' % ("0" * 400),
+            ":1 is not JSON",
+        ),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}', "hash_ids"),
-        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "adapter": 7}', "adapter is 7"),
+        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "adapter": 7}', ":1: adapter "),
         (
             '{"timestamp": 1, "input_length": 1, "output_length": 1, "adapter_rank": -1}',
-            "adapter_rank is -1",
+            ":1: adapter_rank ",
         ),
         ("", "no arrivals"),
     ],
@@ -74,6 +113,6 @@ def test_several_traces_are_merged_by_time(tmp_path: Path) -> None:
 def test_deeply_nested_line_is_refused_with_its_number(tmp_path: Path) -> None:
     file = tmp_path / "nested"
     file.write_text("[" * 100_000 + "\n")
-    with pytest.raises(InvalidRequest, match="nested too deeply") as refused:
+    with pytest.raises(InvalidRequest, match="is not JSON") as refused:
         read_trace(file)
     assert refused.value.field == f"{file}:1"

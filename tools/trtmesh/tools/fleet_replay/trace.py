@@ -1,4 +1,6 @@
-"""The trace format: a JSON object per item and line, a superset of Mooncake's.
+"""Traces: lengths and times of recorded items, and which prompts begin alike.
+
+A line of JSON each, a superset of Mooncake's:
 
 | field | from | meaning |
 |---|---|---|
@@ -11,20 +13,22 @@
 | `error` | router | reason word of a failed item, else '' |
 | `policy`, `worker`, `cause`, `cached_tokens` | router | the first placement; absent without one |
 
-The input length is unknown for a text without ids yet, the output length for an item without a worker.
+The input length is unknown for a text without ids yet, the output length for an item without a worker. A `.csv` is
+BurstGPT's, or Azure's of 2023 and 2024, which say nothing of prefixes.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+import csv
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from trtmesh.chassis.errors import ERROR_TABLE, InvalidField, InvalidRequest, NotFound, Unsupported
-from trtmesh.chassis.json_text import load_json
+from pydantic import BaseModel, ConfigDict, Field
+from trtmesh.chassis.errors import ERROR_TABLE, InvalidRequest, NotFound, Unsupported
+from trtmesh.tools.records import as_json, checked, csv_rows, lines_of
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -39,6 +43,68 @@ NEVER_WORK = {
     if issubclass(row.error, InvalidRequest | Unsupported | NotFound)
 }
 """Reason words of items without a worker under every policy."""
+
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+NewTokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+
+
+class Mooncake(BaseModel):
+    """A line of a Mooncake trace, or of a router's record, whose other fields say what became of the item."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    timestamp: Annotated[float, Field(ge=-MOST_MS, le=MOST_MS, allow_inf_nan=False)]
+    input_length: Tokens | None
+    output_length: NewTokens | None
+    hash_ids: list[int] = []
+    block_tokens: Tokens = MOONCAKE_BLOCK_TOKENS
+    error: str = ""
+    adapter: str = ""
+    adapter_rank: NewTokens = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.timestamp / 1000
+
+
+class BurstGpt(BaseModel):
+    """A row of BurstGPT, with times in seconds; a request without response tokens had failed."""
+
+    seconds: Annotated[float, Field(alias="Timestamp", ge=0, le=MOST_MS, allow_inf_nan=False)]
+    input_length: Annotated[NewTokens, Field(alias="Request tokens")]
+    output_length: Annotated[NewTokens, Field(alias="Response tokens")]
+
+
+class Azure(BaseModel):
+    """A row of Azure's traces of 2023 and 2024."""
+
+    at: Annotated[datetime, Field(alias="TIMESTAMP")]
+    input_length: Annotated[Tokens, Field(alias="ContextTokens")]
+    output_length: Annotated[Tokens, Field(alias="GeneratedTokens")]
+
+    @property
+    def seconds(self) -> float:
+        return self.at.timestamp()
+
+
+_TABLES: tuple[type[BurstGpt | Azure], ...] = (BurstGpt, Azure)
+
+
+def read_csv(path: Path) -> Iterator[tuple[str, BurstGpt | Azure]]:
+    """The rows with their places. Raises as `csv_rows`."""
+    for where, row in csv_rows(path):
+        for kind in _TABLES:
+            if {str(field.alias) for field in kind.model_fields.values()} <= row.keys():
+                read = checked(kind, row, where)
+                if read.input_length and read.output_length:
+                    yield where, read
+                break
+        else:
+            raise InvalidRequest(
+                f"has the columns {', '.join(sorted(map(str, row)))}, which are neither BurstGPT's (Timestamp,"
+                " Request tokens, Response tokens) nor Azure's (TIMESTAMP, ContextTokens, GeneratedTokens)",
+                field=f"{path}:1",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +131,23 @@ def read_trace(*files: Path) -> list[Arrival]:
     Raises InvalidRequest with file and line.
     """
     lines = [line for file in files for line in _lines_of(file)]
-    lines = [line for line in lines if line.new_tokens is not None or line.error not in NEVER_WORK]
+    lines = [
+        line for line in lines if line.output_length is not None or line.error not in NEVER_WORK
+    ]
     if not lines:
         raise InvalidRequest("has no arrivals", field=", ".join(map(str, files)))
     lines.sort(key=lambda line: line.seconds)
-    prompt_tokens = _mean((line.prompt_tokens for line in lines), least=1)
-    new_tokens = _mean((line.new_tokens for line in lines), least=0)
+    prompt_tokens = _mean((line.input_length for line in lines), least=1)
+    new_tokens = _mean((line.output_length for line in lines), least=0)
     return [
         Arrival(
             line.seconds - lines[0].seconds,
-            prompt_tokens if line.prompt_tokens is None else line.prompt_tokens,
-            new_tokens if line.new_tokens is None else line.new_tokens,
+            prompt_tokens if line.input_length is None else line.input_length,
+            new_tokens if line.output_length is None else line.output_length,
             line.block_tokens,
-            line.blocks,
-            guessed=line.prompt_tokens is None or line.new_tokens is None,
+            # Mooncake's traces name a partial last block, whose KV is not reused.
+            tuple(line.hash_ids[: (line.input_length or 0) // line.block_tokens]),
+            guessed=line.input_length is None or line.output_length is None,
             adapter=line.adapter,
             adapter_rank=line.adapter_rank,
         )
@@ -86,88 +155,30 @@ def read_trace(*files: Path) -> list[Arrival]:
     ]
 
 
-def _lines_of(file: Path) -> Iterator[_Line]:
-    """The lines of a file, without a last one that was cut off while it was written. Raises InvalidRequest."""
+def _lines_of(file: Path) -> Iterator[Mooncake]:
+    """The items of a file. Raises InvalidRequest."""
     try:
-        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as content:
-            for number, line in enumerate(content, 1):
-                try:
-                    if line.strip():
-                        yield _parse(line.decode(), f"{file}:{number}")
-                except (InvalidRequest, UnicodeDecodeError):
-                    if number == 1 or line.endswith(b"\n"):
-                        raise
-    except (OSError, UnicodeDecodeError) as error:
+        if file.suffix.lower() == ".csv":
+            for _, row in read_csv(file):
+                yield Mooncake(
+                    timestamp=row.seconds * 1000,
+                    input_length=row.input_length,
+                    output_length=row.output_length,
+                )
+            return
+        first = True
+        for where, line in lines_of(file):
+            try:
+                yield checked(Mooncake, as_json(where, line), where)
+            except InvalidRequest:
+                # A last line may have been cut off while it was written.
+                if first or line.endswith(b"\n"):
+                    raise
+            first = False
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidRequest(f"the trace cannot be read: {error}", field=str(file)) from error
 
 
 def _mean(lengths: Iterable[int | None], least: int) -> int:
     known = [length for length in lengths if length is not None]
     return round(sum(known) / len(known)) if known else least
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    seconds: float
-    prompt_tokens: int | None
-    new_tokens: int | None
-    block_tokens: int
-    blocks: tuple[int, ...]
-    error: str
-    adapter: str
-    adapter_rank: int
-
-
-def _parse(line: str, where: str) -> _Line:
-    try:
-        record = load_json(line)
-    except ValueError as error:
-        raise InvalidRequest(f"is not JSON: {error}", field=where) from error
-    if not isinstance(record, dict):
-        raise InvalidRequest("is not an object", field=where)
-    prompt_tokens = _length(record, "input_length", where, least=1)
-    block_tokens = _whole(
-        record.get("block_tokens", MOONCAKE_BLOCK_TOKENS), f"{where}: block_tokens", least=1
-    )
-    hashes = record.get("hash_ids", [])
-    if not isinstance(hashes, list) or not all(isinstance(each, int) for each in hashes):
-        raise InvalidRequest("must be a list of whole numbers", field=f"{where}: hash_ids")
-    return _Line(
-        _milliseconds(record, "timestamp", where) / 1000,
-        prompt_tokens,
-        _length(record, "output_length", where, least=0),
-        block_tokens,
-        # Mooncake's traces name a partial last block, whose KV is not reused.
-        tuple(hashes[: (prompt_tokens or 0) // block_tokens]),
-        str(record.get("error", "")),
-        _name(record.get("adapter", ""), f"{where}: adapter"),
-        _whole(record.get("adapter_rank", 0), f"{where}: adapter_rank", least=0),
-    )
-
-
-def _milliseconds(record: Mapping[str, Any], field: str, where: str) -> float:
-    value = record.get(field)
-    # Python's JSON accepts NaN and Infinity, reads 1e400 as infinity, and whole numbers of any size.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_MS:
-        limit = f"milliseconds of at most {MOST_MS:g} either way"
-        raise InvalidField.of(f"{where}: {field}", value, limit)
-    return value
-
-
-def _length(record: Mapping[str, Any], field: str, where: str, *, least: int) -> int | None:
-    """A number of tokens; None if unknown to the router."""
-    if field in record and record[field] is None:
-        return None
-    return _whole(record.get(field), f"{where}: {field}", least=least)
-
-
-def _name(value: object, field: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidField.of(field, value, "a string")
-    return value
-
-
-def _whole(value: object, field: str, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS:
-        raise InvalidField.of(field, value, f"a whole number of {least} to {MOST_TOKENS}")
-    return value

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.record import Plan, Prompt
-from trtmesh.tools.bench.workloads.files import as_json, checked, read_whole
+from trtmesh.tools.bench.workloads.files import read_whole
+from trtmesh.tools.records import as_json, checked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated
 
-import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.workloads.lengths import MOST_TOKENS
 from trtmesh.tools.bench.workloads.rows import Part, Row
+from trtmesh.tools.fleet_replay.trace import Mooncake, read_csv
+from trtmesh.tools.records import as_json, checked, lines_of
 
-BLOCK_TOKENS = 512
-"""Of a hash id of Mooncake."""
-
-MOST_LINE_BYTES = 1 << 24
 MOST_JSON_BYTES = 1 << 30
 """A whole JSON file: the largest in use, ShareGPT's, has 640 MB."""
 
@@ -91,29 +87,23 @@ class MultiTurn(_Record):
             )
 
 
-class Mooncake(BaseModel):
-    """A line of a Mooncake trace, or of a router's record, whose other fields say what became of the request."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
-    timestamp: Milliseconds
-    input_length: Tokens
-    output_length: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
-    hash_ids: list[int] = []
-    block_tokens: Tokens = BLOCK_TOKENS
-    adapter: str = ""
-
-    def rows(self, where: str) -> Iterator[Row]:
-        size, left = self.block_tokens, self.input_length
-        parts = []
-        for block in self.hash_ids[: -(-left // size)]:
-            parts.append(Part(f"block {block}", min(size, left)))
-            left -= parts[-1].tokens
-        if left:
-            parts.append(Part(_place(where), left))
-        # Some were cut off before their first token when they were recorded.
-        tokens, at = max(1, self.output_length), self.timestamp / 1000
-        yield Row(where, parts=tuple(parts), output_tokens=tokens, at_s=at, adapter=self.adapter)
+def _mooncake(record: Mooncake, where: str) -> Iterator[Row]:
+    if record.input_length is None or record.output_length is None:
+        raise InvalidRequest(
+            "has no length, since the item failed when it was recorded", field=where
+        )
+    size, left = record.block_tokens, record.input_length
+    parts = []
+    for block in record.hash_ids[: -(-left // size)]:
+        parts.append(Part(f"block {block}", min(size, left)))
+        left -= parts[-1].tokens
+    if left:
+        parts.append(Part(_place(where), left))
+    # Some were cut off before their first token when they were recorded.
+    tokens = max(1, record.output_length)
+    yield Row(
+        where, parts=tuple(parts), output_tokens=tokens, at_s=record.seconds, adapter=record.adapter
+    )
 
 
 class Custom(_Record):
@@ -141,30 +131,20 @@ def _place(where: str) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    for where, line in _lines(path):
+    for where, line in lines_of(path):
         fields = as_json(where, line)
         known = [
             each for name, each in _LINES.items() if isinstance(fields, dict) and name in fields
         ]
         if not known:
             raise InvalidRequest(f"must be an object with one of {', '.join(_LINES)}", field=where)
-        yield from checked(known[0], fields, where).rows(where)
-
-
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines that are not blank, with their places."""
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES + 1), b""), 1):
-            where = f"{path}:{number}"
-            if len(line) > MOST_LINE_BYTES:
-                raise InvalidRequest(f"is longer than {MOST_LINE_BYTES} bytes", field=where)
-            if line.strip():
-                yield where, line
+        record = checked(known[0], fields, where)
+        yield from _mooncake(record, where) if isinstance(record, Mooncake) else record.rows(where)
 
 
 def _lines_of_text(path: Path) -> Iterator[Row]:
     """evalscope's `line_by_line`."""
-    for where, line in _lines(path):
+    for where, line in lines_of(path):
         yield Row(where, line.decode().strip())
 
 
@@ -220,7 +200,8 @@ def read_whole(path: Path) -> bytes:
 
 def _whole_json(path: Path) -> Iterator[Row]:
     content = as_json(str(path), read_whole(path))
-    for name, kind in (("samples", Sample), ("", ShareGpt)):
+    kinds: dict[str, type[Sample | ShareGpt]] = {"samples": Sample, "": ShareGpt}
+    for name, kind in kinds.items():
         entries = content.get(name) if isinstance(content, dict) else content if not name else None
         if isinstance(entries, list):
             for number, entry in enumerate(entries):
@@ -233,77 +214,7 @@ def _whole_json(path: Path) -> Iterator[Row]:
     )
 
 
-class BurstGpt(BaseModel):
-    """A row of BurstGPT, with times in seconds."""
-
-    at: Annotated[float, Field(alias="Timestamp", ge=0, le=MOST_MS, allow_inf_nan=False)]
-    prompt: Annotated[int, Field(alias="Request tokens", ge=0, le=MOST_TOKENS)]
-    answer: Annotated[int, Field(alias="Response tokens", ge=0, le=MOST_TOKENS)]
-
-    def rows(self, where: str) -> Iterator[Row]:
-        # Without response tokens a request had failed.
-        if self.prompt and self.answer:
-            yield Row(
-                where,
-                parts=(Part(_place(where), self.prompt),),
-                output_tokens=self.answer,
-                at_s=self.at,
-            )
-
-
-class Azure(BaseModel):
-    """A row of Azure's traces of 2023 and 2024."""
-
-    at: Annotated[datetime, Field(alias="TIMESTAMP")]
-    prompt: Annotated[int, Field(alias="ContextTokens", ge=1, le=MOST_TOKENS)]
-    answer: Annotated[int, Field(alias="GeneratedTokens", ge=1, le=MOST_TOKENS)]
-
-    def rows(self, where: str) -> Iterator[Row]:
-        at = self.at.timestamp()
-        yield Row(
-            where, parts=(Part(_place(where), self.prompt),), output_tokens=self.answer, at_s=at
-        )
-
-
 def _csv(path: Path) -> Iterator[Row]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        table = csv.DictReader(_bounded(path, file))
-        columns = set(table.fieldnames or ())
-        for kind in (BurstGpt, Azure):
-            if {str(field.alias) for field in kind.model_fields.values()} <= columns:
-                for row in table:
-                    where = f"{path}:{table.line_num}"
-                    yield from checked(kind, row, where).rows(where)
-                return
-    raise InvalidRequest(
-        f"has the columns {', '.join(sorted(columns))}, which are neither BurstGPT's (Timestamp, Request tokens,"
-        " Response tokens) nor Azure's (TIMESTAMP, ContextTokens, GeneratedTokens)",
-        field=f"{path}:1",
-    )
-
-
-def _bounded(path: Path, file: IO[str]) -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES + 1), ""), 1):
-        if len(line) > MOST_LINE_BYTES:
-            raise InvalidRequest(
-                f"is longer than {MOST_LINE_BYTES} characters", field=f"{path}:{number}"
-            )
-        yield line
-
-
-def as_json(where: str, content: bytes) -> Any:
-    """Raises InvalidRequest."""
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"is not JSON: {error}", field=where) from error
-
-
-def checked(kind: Any, value: object, where: str) -> Any:
-    """The record of a pydantic model. Raises InvalidRequest."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise InvalidRequest(first["msg"], field=f"{where}: {field}" if field else where) from error
+    for where, row in read_csv(path):
+        parts = (Part(_place(where), row.input_length),)
+        yield Row(where, parts=parts, output_tokens=row.output_length, at_s=row.seconds)

@@ -11,9 +11,10 @@ from random import Random
 import orjson
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.record import Plan, Prompt
-from trtmesh.tools.bench.workloads.files import as_json, read_whole
+from trtmesh.tools.bench.workloads.files import read_whole
 from trtmesh.tools.bench.workloads.lengths import TokenLengths
 from trtmesh.tools.bench.workloads.rows import Part, Row
+from trtmesh.tools.records import as_json
 
 
 @dataclass(frozen=True, slots=True)
