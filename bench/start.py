@@ -40,7 +40,7 @@ from _load import (
 )
 from _stack import Shape, Stack, samples, stack, wait_until_serving
 from trtmesh.chassis.grpc.client import ClientConnection, Method
-from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.v1 import engine_pb2 as engine_pb
 
 # The processes that count themselves are those of the tests.

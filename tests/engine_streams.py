@@ -14,7 +14,8 @@ from trtmesh.chassis.grpc.client import ClientCall, Method, connected
 from trtmesh.chassis.grpc.client.call import CallEnded
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
-from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
+from trtmesh.chassis.revisions import SCHEMA_REVISION
+from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import Backend
 from trtmesh.engine.gateways.choice import open_gateways
 from trtmesh.engine.handoff.settings import HANDOFF_LIMITS

@@ -73,6 +73,7 @@ ROOMS = {
         "logs",
         "http2",
         "fingerprint",
+        "revisions",
         "receipts",
         "errors",
         "block_hashes",

@@ -14,7 +14,8 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
-from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
+from trtmesh.chassis.revisions import SCHEMA_REVISION
+from trtmesh.chassis.service import Runtime
 from trtmesh.client import AdminClient, Client
 from trtmesh.router.router import Router
 from trtmesh.router.settings import RouterSettings
@@ -298,3 +299,4 @@ async def until_states(
 
 LENGTH = pb.FINISH_REASON_LENGTH
 READY = admin_pb.WORKER_STATE_READY
+REFUSED = admin_pb.WORKER_STATE_REFUSED

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 from router.scripted import Context, Mortal, serving
-from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.v1 import tokenizer_pb2 as tpb
 from trtmesh.v1 import tokenizer_pb2_grpc
 

@@ -405,6 +405,16 @@ async def test_encode_handle_in_use_fails_the_second_encode(link: Link) -> None:
     assert len((await link.next()).encoded.token_ids) > 0
 
 
+async def test_encode_with_a_field_of_a_later_release_is_refused(link: Link) -> None:
+    later = encode(1, "text")
+    later.encode.MergeFromString(b"\xc2\x3e\x01x")
+    await link.send(later, encode(2, "b"))
+    error = (await link.next()).encoded.error
+    assert error.reason == "NOT_UNDERSTOOD"
+    assert "field 1000 of encode" in error.message
+    assert (await link.next()).encoded.handle == 2
+
+
 async def test_cancelled_encodes_free_their_handles_without_an_answer(
     gate: threading.Event, link: Link
 ) -> None:
@@ -417,7 +427,7 @@ async def test_cancelled_encodes_free_their_handles_without_an_answer(
 
 async def test_unknown_command_ends_the_stream(link: Link) -> None:
     await link.send(pb.TokenizerCommand())
-    with pytest.raises(grpc.aio.AioRpcError, match="holds no known command") as raised:
+    with pytest.raises(grpc.aio.AioRpcError, match="does not know command") as raised:
         await link.call.read()
     assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
 

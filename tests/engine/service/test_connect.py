@@ -24,6 +24,7 @@ from recording_backend import INFO, RecordingBackend
 from trtmesh.chassis.errors import BackendFailed, OutOfBlocks
 from trtmesh.chassis.fingerprint import ANY_TOKENIZER
 from trtmesh.chassis.grpc.large_message import MessageLimits
+from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import (
     BlocksCleared,
@@ -96,7 +97,8 @@ class TestOpening:
         [
             (submit(1), "INVALID_ARGUMENT", "INVALID_REQUEST"),
             (epb.EngineCommand(), "INVALID_ARGUMENT", "INVALID_REQUEST"),
-            (hello(schema_revision=2), "FAILED_PRECONDITION", "SCHEMA_MISMATCH"),
+            (hello(schema_revision=3), "FAILED_PRECONDITION", "SCHEMA_MISMATCH"),
+            (hello(schema_revision=0), "FAILED_PRECONDITION", "SCHEMA_MISMATCH"),
             (hello(tokenizer_fingerprint="other"), "FAILED_PRECONDITION", "TOKENIZER_MISMATCH"),
             (hello(unacknowledged_steps=0), "INVALID_ARGUMENT", "INVALID_FIELD"),
         ],
@@ -111,6 +113,20 @@ class TestOpening:
             assert (failure.code.name, failure.reason) == (code, reason)
             assert backend.items == []
             assert engine.service.metrics.open_streams == 0
+
+    async def test_router_of_the_next_release_is_accepted_but_not_its_new_fields(self) -> None:
+        backend = RecordingBackend()
+        async with serving(backend) as engine, raw_stream(engine.address) as stream:
+            await stream.send(hello(schema_revision=SCHEMA_REVISION + 1))
+            await stream.until(lambda: stream.welcome)
+            newer = submit(1)
+            newer.submit.config.sampling.MergeFromString(b"\xc2\x3e\x01x")
+            await stream.send(newer, submit(2))
+            end = (await stream.ends([1]))[1].end
+            assert end
+            assert end.error.reason == "NOT_UNDERSTOOD"
+            assert "field 1000 of submit.config.sampling" in end.error.message
+            assert len(backend.items) == 1
 
     @pytest.mark.parametrize(("own", "accepted"), [(ANY_TOKENIZER, True), ("", False)])
     async def test_unknown_tokenizer_is_refused(self, own: str, accepted: bool) -> None:

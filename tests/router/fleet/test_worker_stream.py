@@ -9,16 +9,23 @@ import pytest
 from router.scene import Scene, scene
 from router.scripted import (
     LENGTH,
+    REFUSED,
     ScriptedEngine,
     eventually,
+    serving_engine,
+    serving_router,
+    until_states,
 )
+from router.scripted_tokenizer import ScriptedTokenizer, serving_tokenizer
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import (
     BackendFailed,
     InvalidRequest,
+    NotUnderstood,
     QueueFull,
     UnsupportedField,
 )
+from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.router.fleet.worker import MESSAGE_OVERHEAD_BYTES
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -111,6 +118,61 @@ async def test_worker_error_follows_all_tokens() -> None:
         assert isinstance(item.error, BackendFailed)
         assert item.text == "AB."
         assert item.usage.generated_tokens == 2
+
+
+async def test_item_that_an_older_worker_does_not_understand_goes_to_another() -> None:
+    older, newer = (ScriptedEngine(worker=name, supported_fields=["stopping.max_tokens"])
+                    for name in ("older", "newer"))  # fmt: skip
+    error = to_proto(NotUnderstood("field 17 of submit"))
+    async with serving_engine(newer) as second, scene(older) as on:
+        asked = on.ask([65], max_tokens=1)
+        (submit,) = await older.submitted()
+        await on.client.admin.add_worker(second)
+        end = epb.SequenceEnd(handle=submit.handle, reason=pb.FINISH_REASON_ERROR, error=error)
+        await older.step(ends=[end])
+        (again,) = await newer.submitted()
+        await newer.step((again.handle, 0, [66]), ends=[(again.handle, LENGTH)])
+        assert (await asked)[0].text == "B."
+        assert len(older.submits) == 1
+
+
+async def test_item_that_no_worker_understands_ends_with_the_name_of_the_field() -> None:
+    async with scene() as on:
+        on.tokenizer.last_text = ""
+        asked = on.ask([65], max_tokens=1)
+        (submit,) = await on.engine.submitted()
+        error = to_proto(NotUnderstood("worker scripted does not understand field 17 of submit"))
+        end = epb.SequenceEnd(handle=submit.handle, reason=pb.FINISH_REASON_ERROR, error=error)
+        await on.engine.step(ends=[end])
+        (item,) = await asked
+        assert isinstance(item.error, NotUnderstood)
+        assert "field 17 of submit" in item.error.message
+
+
+async def test_worker_and_tokenizer_two_revisions_away_are_refused_with_a_remedy() -> None:
+    far = SCHEMA_REVISION + 2
+    remedy = f"upgrade this router to a release of revision {far - 1} first"
+    async with (
+        serving_tokenizer(ScriptedTokenizer(schema_revision=far)) as address,
+        serving_engine(ScriptedEngine(schema_revision=far)) as engine,
+        serving_router([engine], [address]) as client,
+    ):
+        await until_states(client, [REFUSED], [REFUSED])
+        status = await client.status()
+        (worker,), (tokenizer,) = status.workers, status.tokenizers
+    for peer in (worker, tokenizer):
+        assert remedy in peer.problem
+
+
+async def test_neighbours_of_both_sides_serve() -> None:
+    engine = ScriptedEngine(
+        schema_revision=SCHEMA_REVISION + 1, supported_fields=["stopping.max_tokens"]
+    )
+    async with scene(engine, ScriptedTokenizer(schema_revision=SCHEMA_REVISION + 1)) as on:
+        asked = on.ask("a", max_tokens=1)
+        (submit,) = await on.engine.submitted()
+        await on.engine.step((submit.handle, 0, [66]), ends=[(submit.handle, LENGTH)])
+        assert (await asked)[0].text == "B."
 
 
 async def test_oversized_item_fails_alone() -> None:

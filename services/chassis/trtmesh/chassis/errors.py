@@ -137,6 +137,10 @@ class UnsupportedCall(Unsupported):
     """This process does not serve an RPC or command."""
 
 
+class NotUnderstood(Unsupported):
+    """A message has a field of a later release than this process."""
+
+
 class NotFound(TrtmeshError):
     """A name is unknown."""
 
@@ -359,6 +363,14 @@ ERROR_TABLE: tuple[ErrorRow, ...] = (
     ErrorRow(Unsupported, *_UNIMPLEMENTED, "UNSUPPORTED", _B.CALLER),
     ErrorRow(UnsupportedField, *_UNIMPLEMENTED, "UNSUPPORTED_FIELD", _B.CALLER),
     ErrorRow(UnsupportedCall, *_UNIMPLEMENTED, "UNSUPPORTED_CALL", _B.CALLER),
+    ErrorRow(
+        NotUnderstood,
+        *_UNIMPLEMENTED,
+        "NOT_UNDERSTOOD",
+        _B.OPERATOR,
+        movable=True,
+        back_pressure=True,
+    ),
     ErrorRow(NotFound, _S.NOT_FOUND, _H.NOT_FOUND, "NOT_FOUND", _B.CALLER),
     ErrorRow(ModelNotFound, _S.NOT_FOUND, _H.NOT_FOUND, "MODEL_NOT_FOUND", _B.CALLER),
     ErrorRow(

@@ -37,9 +37,6 @@ from trtmesh.chassis.tls.settings import SecuredSettings, TlsSettings
 
 log = logging.getLogger(__name__)
 
-SCHEMA_REVISION = 1
-"""Revision of trtmesh.v1, incremented by changes incompatible with older peers."""
-
 STOP_SECONDS = 3.0
 """Limit for releasing everything: a thread may be loading a model or be stuck in a device."""
 

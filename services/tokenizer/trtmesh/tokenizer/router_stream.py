@@ -12,6 +12,7 @@ from operator import attrgetter
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.forwarding import Outbox, Rest
+from trtmesh.chassis.revisions import refuse_unknown, unknown_numbers
 from trtmesh.chassis.rpc import ServedContext
 from trtmesh.tokenizer.chat.answers import TemplateReader
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
@@ -144,7 +145,9 @@ class RouterStream:
                 self._cancel_encodes(command.cancel_encode.handles)
             case _:
                 # The stream ends: the router would wait forever for an answer.
-                raise UnsupportedCall("a TokenizerCommand holds no known command")
+                raise UnsupportedCall(
+                    f"the tokenizer does not know command {unknown_numbers(command)}; is the router newer?"
+                )
 
     def _encode(self, command: pb.EncodeCommand) -> None:
         handle, encoder = command.handle, self._shared.encoder
@@ -153,6 +156,7 @@ class RouterStream:
                 raise InvalidRequest(
                     f"is {handle}, an encode not answered yet", field="handle", value=str(handle)
                 )
+            refuse_unknown(command, "encode", "this tokenizer")
             self._shared.workload.begin()
         except TrtmeshError as error:
             self._answer_encode(handle, error)

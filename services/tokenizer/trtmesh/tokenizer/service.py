@@ -10,8 +10,9 @@ from collections.abc import AsyncIterable, Sequence
 import grpc
 from trtmesh.chassis.errors import Draining, ModelUnusable, NoTokenizer, TrtmeshError
 from trtmesh.chassis.progress import tell_progress
+from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
-from trtmesh.chassis.service import SCHEMA_REVISION, Runtime
+from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.tokenizer_loading import for_words
 from trtmesh.tokenizer.chat.answers import TemplateReader

@@ -14,7 +14,6 @@ from trtmesh.chassis.errors import (
     InvalidField,
     InvalidRequest,
     QueueFull,
-    SchemaMismatch,
     SlowClient,
     TokenizerMismatch,
     TrtmeshError,
@@ -22,8 +21,8 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.fingerprint import tokenizer_fits
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.revisions import check_revision, unknown_numbers
 from trtmesh.chassis.rpc import ServedContext
-from trtmesh.chassis.service import SCHEMA_REVISION
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import HeldAdapter, SequenceEnd
@@ -144,7 +143,9 @@ class RouterSession:
             case "hello":
                 raise InvalidRequest("hello came again, but it opens a stream and comes once")
             case _:
-                raise UnsupportedCall("the worker does not know this command; is the router newer?")
+                raise UnsupportedCall(
+                    f"the worker does not know command {unknown_numbers(command)}; is the router newer?"
+                )
 
     def take_step(self, part: StepPart) -> None:
         if self._continuing:
@@ -399,11 +400,7 @@ def _hello(engine: LoadedEngine, opening: epb.EngineServiceConnectRequest) -> ep
     if not opening.commands or opening.commands[0].WhichOneof("command") != "hello":
         raise InvalidRequest("the first command of a stream must be hello")
     hello = opening.commands[0].hello
-    if hello.schema_revision != SCHEMA_REVISION:
-        raise SchemaMismatch(
-            f"router {hello.router} speaks schema revision {hello.schema_revision} and worker {engine.name}"
-            f" {SCHEMA_REVISION}; run equal versions"
-        )
+    check_revision(f"router {hello.router}", hello.schema_revision, f"worker {engine.name}")
     own, other = engine.info.tokenizer_fingerprint, hello.tokenizer_fingerprint
     if not tokenizer_fits(own, other):
         known = own or "none beside its weights"

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from hashlib import blake2b
 
 from trtmesh.chassis.error_wire import to_proto
-from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.engine.backend import (
     BackendInfo,
     BackendStats,

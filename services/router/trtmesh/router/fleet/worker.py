@@ -21,7 +21,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Call, Connection, Method
-from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.revisions import SCHEMA_REVISION, check_revision
 from trtmesh.chassis.tasks import next_tick, until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
@@ -442,6 +442,7 @@ class Worker(Replica):
                     self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
+        check_revision(f"worker {engine.worker}", engine.schema_revision, "this router")
         check_engine(engine)
         self._check_twin(engine.instance)
         if engine.instance != self.description.instance:

@@ -13,6 +13,7 @@ from trtmesh.chassis.errors import (
     AdapterNotFound,
     AdaptersFull,
     Draining,
+    NotUnderstood,
     NoWorker,
     QueueFull,
     TrtmeshError,
@@ -125,9 +126,9 @@ class Attempts:
         return found[-1] if found else None
 
     @property
-    def broken(self) -> AdapterBroken | None:
-        """Latest refusal by a worker that cannot load the adapter, nor will later."""
-        found = [e for e in self.failures.values() if isinstance(e, AdapterBroken)]
+    def broken(self) -> TrtmeshError | None:
+        """Latest refusal by a worker that cannot load the adapter, or understand the item, nor will later."""
+        found = [e for e in self.failures.values() if isinstance(e, AdapterBroken | NotUnderstood)]
         return found[-1] if found else None
 
     def forgive(self) -> None:

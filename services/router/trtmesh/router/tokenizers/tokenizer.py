@@ -11,11 +11,11 @@ from operator import attrgetter
 from typing import Protocol
 
 from trtmesh.chassis.error_wire import from_proto
-from trtmesh.chassis.errors import Draining, Mismatch, SchemaMismatch, TrtmeshError, Unavailable
+from trtmesh.chassis.errors import Draining, Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Call, Connection, Method
-from trtmesh.chassis.service import SCHEMA_REVISION
+from trtmesh.chassis.revisions import check_revision
 from trtmesh.chassis.tasks import next_tick
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import ContractBroken, check_names
@@ -365,11 +365,7 @@ class Tokenizer(Replica):
         )
         described = self.description
         check_names(model=described.model, fingerprint=described.fingerprint, kind=described.kind)
-        if self.description.schema_revision != SCHEMA_REVISION:
-            raise SchemaMismatch(
-                f"tokenizer {self.address} speaks schema revision {self.description.schema_revision},"
-                f" this router {SCHEMA_REVISION}; run the same release"
-            )
+        check_revision(f"tokenizer {self.address}", described.schema_revision, "this router")
         if (twin := self._pool.twin_of(self)) is not None:
             raise Mismatch(TWIN.format(address=twin.address))
         call = connection.open(CONNECT)
