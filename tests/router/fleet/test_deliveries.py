@@ -21,8 +21,10 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.vocabulary import Adapter, Tensor
 from trtmesh.client import FinishReason
+from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.adapters.usage import Usages
 from trtmesh.router.fleet.deliveries import PART_BYTES, Deliveries, parts
+from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -105,6 +107,32 @@ async def test_one_delivery_serves_all_waiting_items_and_others_do_not_wait() ->
         offsets = [part.offset for part in one.loads]
         assert offsets == sorted(set(offsets))
         assert max(len(part.data) for part in one.loads) <= PART_BYTES
+
+
+async def test_adapter_that_arrives_right_after_the_placement_is_not_delivered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = engine()
+    one.loads_adapters = False
+    version = content(b"ab").version
+    hold, late = Worker.hold, list[ItemAdapter]()
+
+    async def hold_late(worker: Worker, adapter: ItemAdapter) -> None:
+        """Begins the second delivery once the first one is over."""
+        late.append(adapter)
+        if len(late) == 2:
+            await eventually(lambda: worker.adapters.holds(adapter.identity))
+        await hold(worker, adapter)
+
+    monkeypatch.setattr(Worker, "hold", hold_late)
+    async with fleet(one) as on:
+        on.start([1], adapter=lora(weights=b"ab"))
+        await eventually(lambda: len(one.loads) == 2)
+        on.start([2], adapter=lora(weights=b"ab"))
+        await eventually(lambda: len(late) == 2)
+        await one.tell_adapter(7, version)
+        await one.submitted(2)
+        assert len(one.loads) == 2
 
 
 async def test_stopped_item_leaves_no_booking_and_no_delivery() -> None:

@@ -326,6 +326,9 @@ class Worker(Replica):
 
     async def hold(self, adapter: ItemAdapter, *, pinned: bool = False) -> None:
         """Has the worker load a version. Raises the error of the worker or of the content, or WorkerLost."""
+        if self.adapters.holds(adapter.identity) and not pinned:
+            # It arrived between the placement of an item and this call.
+            return
 
         async def load() -> AdapterContent:
             return await self._adapters.content(adapter)
