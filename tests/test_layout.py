@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "router": {"v1", "kserve", "chassis"},
     "client": {"v1", "chassis"},
     "cli": {"v1", "chassis", "client", "router", "tools"},
-    "tools": {"v1", "kserve", "chassis", "client", "engine", "router", "cli"},
+    "tools": {"v1", "kserve", "chassis", "client", "tokenizer", "engine", "router", "cli"},
 }
 COMPOSES = {
     "router/trtmesh/router/__main__.py": {"tokenizer"},
@@ -83,12 +83,12 @@ ROOMS = {
         "spellings",
         "resting_file",
         "reflection",
-        "quoting",
         "progress",
         "panics",
         "forwarding",
         "number_lists",
         "metrics",
+        "quoting",
         "log_prob_sums",
         "json_text",
         "fair",
@@ -212,6 +212,7 @@ ROOMS = {
     "router": (
         "__main__",
         "router",
+        "gauges",
         "settings",
         "doors",
         "movement",
@@ -508,14 +509,14 @@ def importers_of(package: str, prefix: str) -> set[str]:
 
 def test_few_commands_import_the_router() -> None:
     """A stack's settings name policies, `keys` writes the file of callers, the process of `up --one-process` joins all
-    services, `replay` runs the router's placement and the engine's scheduler, and `import-triton` checks against the
-    Triton door. Other commands talk to a router."""
+    services, `replay` runs the router's placement and the engine's scheduler, `import-triton` checks against the
+    Triton door, and the table of all metrics is made of every service's. Other commands talk to a router."""
     joins = {"one_process.py"}
     assert importers_of("cli", "trtmesh.router.") == {"keys.py", "mesh_settings.py", *joins}
     assert importers_of("cli", "trtmesh.engine.") == joins
-    importers = {"fleet_replay", "replay.py", "triton_import"}
+    importers = {"fleet_replay", "metrics.py", "replay.py", "triton_import"}
     assert importers_of("tools", "trtmesh.router.") == importers
-    assert importers_of("tools", "trtmesh.engine.") == {"fleet_replay"}
+    assert importers_of("tools", "trtmesh.engine.") == {"fleet_replay", "metrics.py"}
 
 
 def test_few_commands_import_the_tools() -> None:

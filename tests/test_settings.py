@@ -47,7 +47,7 @@ def test_no_two_settings_have_one_spelling(cls: type[ServiceSettings]) -> None:
     assert len(spelt) == len(set(spelt))
 
 
-@pytest.mark.parametrize("name", ["settings", "limits", "build"])
+@pytest.mark.parametrize("name", ["settings", "metrics", "limits", "build"])
 def test_pages_are_current(name: str) -> None:
     script = runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), (

@@ -69,9 +69,15 @@ def check_metrics(
 
     prompt_tokens = sum(item.usage.prompt_tokens for item in items)
     generated_tokens = sum(item.usage.generated_tokens for item in items)
-    for name in ("time_to_first_token_seconds", "queue_seconds"):
-        assert gained(f"{name}_count") == len(items)
-    assert gained("time_to_first_token_seconds_sum") > gained("queue_seconds_sum") > 0
+    genai = ("time_to_first_token", "time_per_output_token")
+    first, each = (f"gen_ai_server_{name}_seconds" for name in genai)
+    counts = [after[f"{name}_count"] - before.get(f"{name}_count", 0.0) for name in (first, each)]
+    assert counts == [len(items)] * 2
+    assert gained("queue_seconds_count") == len(items)
+    waited = after[f"{first}_sum"] - before.get(f"{first}_sum", 0.0)
+    assert waited > gained("queue_seconds_sum") > 0
+    between = after[f"{each}_sum"] - before.get(f"{each}_sum", 0.0)
+    assert 0 < between <= gained("inter_token_seconds_sum")
     # Tokens of one message are one observation.
     assert 0 < gained("inter_token_seconds_count") <= generated_tokens - len(items)
     assert gained("inter_token_seconds_sum") > 0

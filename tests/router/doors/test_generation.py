@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -29,7 +30,6 @@ from trtmesh.v1 import router_pb2_grpc
 
 MODEL = "m"
 TRITON = "/inference.GRPCInferenceService/"
-OUTCOMES = ("refused", "cancelled", "failed", "complete")
 
 
 @asynccontextmanager
@@ -44,14 +44,15 @@ def call(client: RouterClient) -> asyncio.Task[object]:
     return asyncio.create_task(client.complete([[1]], text=False, max_tokens=9, request_id="r"))
 
 
-def counted(client: RouterClient) -> dict[str, float]:
+def counted(client: RouterClient) -> Mapping[str, int]:
     """The outcomes counted so far."""
     name = "trtmesh_router_requests_total"
-    counts = {
-        outcome: client.registry.get_sample_value(name, {"model": MODEL, "outcome": outcome})
-        for outcome in OUTCOMES
-    }
-    return {outcome: count for outcome, count in counts.items() if count}
+    counts = Counter[str]()
+    for family in client.registry.collect():
+        for sample in family.samples:
+            if sample.name == name and sample.labels["model"] == MODEL:
+                counts[sample.labels["outcome"]] += int(sample.value)
+    return counts
 
 
 async def finish(engine: ScriptedEngine, number: int) -> None:

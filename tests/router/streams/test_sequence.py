@@ -16,8 +16,9 @@ from trtmesh.chassis.vocabulary import Prompt
 from trtmesh.client.events import Tokens, events_of
 from trtmesh.client.options import build_config
 from trtmesh.client.results import SequenceResult
+from trtmesh.router.metrics import Latencies
 from trtmesh.router.streams.client_stream import ClientStream, WriteScheduler, as_response
-from trtmesh.router.streams.sequence import Delivery, End, SequenceRun
+from trtmesh.router.streams.sequence import Delivery, End, SequenceRun, SequenceTimes
 from trtmesh.router.tokenizers.decoding import DecodedSequence
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -136,7 +137,7 @@ def make_run(client: ClientStream, owner: OneItem, **options: Any) -> SequenceRu
         prompt=range(1, 12),
         request_id="r",
         model="m",
-        arrival_time=0.0,
+        times=SequenceTimes(0.0, Latencies()),
         client=client,
         owner=owner,
     )

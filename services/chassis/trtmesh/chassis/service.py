@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -18,7 +18,9 @@ import grpc
 import uvloop
 from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.fair.messages import MessageAdmission
@@ -28,6 +30,7 @@ from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.grpc.server.server import Guard
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
+from trtmesh.chassis.metrics import GAUGE, Row, families
 from trtmesh.chassis.metrics_endpoint import metrics_endpoint
 from trtmesh.chassis.settings import load_settings
 from trtmesh.chassis.tasks import until_first_ends
@@ -127,7 +130,7 @@ class _Process:
         self._listen_to_signals()
         certificates = Certificates(self._settings.tls, self._settings.section)
         runtime = Runtime(certificates)
-        _count_tasks(runtime.registry)
+        runtime.registry.register(Tasks(asyncio.get_running_loop()))
         service = self._build(self._settings, runtime)
         runtime.health = Health(service.service_names)
         server = GrpcServer(
@@ -271,11 +274,24 @@ def _fail_with(runtime: Runtime, task: asyncio.Task[Any]) -> None:
         runtime.fail(error)
 
 
-def _count_tasks(registry: CollectorRegistry) -> None:
+class Tasks(Collector):
     """Exports the number of tasks, to make leaks visible."""
-    loop = asyncio.get_running_loop()
-    tasks = Gauge("trtmesh_tasks", "Unfinished tasks of the event loop.", registry=registry)
-    tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    @property
+    def tasks(self) -> int:
+        return len(asyncio.all_tasks(self._loop))
+
+    def collect(self) -> Iterator[Metric]:
+        yield from families(PROCESS_PREFIX, PROCESS_TABLE, self)
+
+
+PROCESS_PREFIX = "trtmesh_"
+PROCESS_TABLE: tuple[Row[Tasks], ...] = (
+    Row(GAUGE, "tasks", "Unfinished tasks of the event loop."),
+)
 
 
 def _tune_garbage_collector() -> None:

@@ -15,10 +15,11 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.logs import Occasionally
+from trtmesh.chassis.metrics import COUNTER, Row, families
 
 log = logging.getLogger(__name__)
 
@@ -100,15 +101,7 @@ class LineFile(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Runs in the thread of the metrics server."""
-        for name, text, value in (
-            ("written", f"Items written to the file of {self._content}.", self.written),
-            (
-                "lost",
-                f"Items lost before they were written to the file of {self._content}.",
-                self.lost,
-            ),
-        ):
-            yield CounterMetricFamily(f"trtmesh_router_{self._content}_{name}", text, value=value)
+        yield from families(prefix_of(self._content), LINE_FILE_TABLE, self)
 
     def _write(self, lines: list[str]) -> None:
         if not lines:
@@ -140,6 +133,17 @@ class LineFile(Collector):
         self.close()
         self._output = _opened(self._file, self._mode)
         return self._output
+
+
+LINE_FILE_TABLE: tuple[Row[LineFile], ...] = (
+    Row(COUNTER, "written", "Items written to the file."),
+    Row(COUNTER, "lost", "Items lost before they were written to the file."),
+)
+
+
+def prefix_of(content: str) -> str:
+    """What the metrics of a file begin with."""
+    return f"trtmesh_router_{content}_"
 
 
 def _first_opened(file: Path, setting: str, mode: int) -> FileIO:

@@ -62,6 +62,10 @@ class ReceiptSettings(Settings):
         return self
 
 
+RECEIPTS = "receipts"
+"""The content of the file, in metrics."""
+
+
 @dataclass(frozen=True, slots=True)
 class Taker:
     """A worker that went on with some sequences of an item, or all."""
@@ -80,7 +84,7 @@ class Receipts:
         if settings.file is not None:
             # Prompts are nobody else's.
             mode = 0o600 if settings.requests else 0o666
-            self.file = LineFile(settings.file, "router.receipts.file", "receipts", mode=mode)
+            self.file = LineFile(settings.file, "router.receipts.file", RECEIPTS, mode=mode)
         self._keeps_requests = settings.requests
         self._key = settings.key_file and Key.read(settings.key_file, "router.receipts.key_file")
         self._release = version("trtmesh")

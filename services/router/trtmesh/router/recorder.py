@@ -15,6 +15,9 @@ from trtmesh.router.line_file import MAX_BYTES, LineFile
 from trtmesh.router.placement.place import DecisionRecord
 from trtmesh.router.values.request import GenerationRequest
 
+RECORDS = "records"
+"""The content of the file, in metrics."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedItem:
@@ -51,7 +54,7 @@ class Recorder(LineFile):
 
     def __init__(self, file: Path, max_bytes: int = MAX_BYTES) -> None:
         """Raises SettingsError, as LineFile."""
-        super().__init__(file, "router.record.file", "records", max_bytes)
+        super().__init__(file, "router.record.file", RECORDS, max_bytes)
         self._to_unix = time.time() - time.monotonic()
 
     def note(self, item: RecordedItem) -> None:

@@ -18,7 +18,6 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fair.messages import MessageAdmission
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.large_message import MessageLimits
-from trtmesh.chassis.metrics import GAUGE, Row
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.tasks import next_tick
@@ -47,6 +46,7 @@ from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import Pins
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.gauges import Rooms
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.links.local import LOCAL, LocalService
@@ -159,8 +159,20 @@ class Router:
             openai.register(self._http)
             generating = openai.generating
         self._admin_door = self._make_admin_door(generating)
-        self._metrics.gauges = self._gauges()
         runtime.registry.register(self._metrics)
+        rooms = Rooms(
+            self._requests,
+            self._admission,
+            self._tokenizers,
+            self._fleet,
+            self._handoffs,
+            self._adapters,
+            self._callers,
+            self._discoveries,
+            self._canary,
+            self._metrics,
+        )
+        runtime.registry.register(rooms)
         self._line_files = [each for each in (self._recorder, self._receipts.file) if each]
         for file in self._line_files:
             runtime.registry.register(file)
@@ -455,47 +467,3 @@ class Router:
         with suppress(asyncio.CancelledError):
             if (error := task.exception()) is not None:
                 self._runtime.fail(error)
-
-    def _gauges(self) -> Sequence[Row[RouterMetrics]]:
-        """What the rooms hold now."""
-        gauge = partial(Row, GAUGE)
-        workers, tokenizers = self._fleet.workers, self._tokenizers.tokenizers
-        # fmt: off
-        return (
-            gauge("live_requests", "Requests being served.", lambda _: len(self._requests.live)),
-            gauge("paused_requests", "Requests paused until their clients read.",
-                  lambda _: len(self._requests.paused)),
-            gauge("live_items", "Items being served.", lambda _: self._admission.live_items),
-            gauge("queued_items", "Items queued for a place among the running items of their model.",
-                  lambda _: self._admission.queued_items),
-            gauge("queued_encodes", "Texts queued for a tokenizer.", lambda _: self._tokenizers.queued_encodes),
-            gauge("worker_sequences", "Handles in use on workers.",
-                  lambda _: sum(w.handles for w in [*workers.values()])),
-            gauge("decode_sequences", "Handles in use on tokenizers.",
-                  lambda _: sum(t.decodes for t in [*tokenizers.values()])),
-            gauge("live_handoffs", "Handoffs under way.", lambda _: len(self._handoffs.live)),
-            gauge("worker_leases", "Leases on workers.", lambda _: sum(len(w.leases) for w in [*workers.values()])),
-            gauge("worker_bookings", "Bookings on workers.",
-                  lambda _: sum(w.guard.bookings for w in [*workers.values()])),
-            gauge("canary_waiting", "Sampled items that are not compared yet.",
-                  lambda _: self._canary.waiting if self._canary else 0),
-            gauge("kv_index_blocks", "Known KV blocks, counted once per holder.", lambda _: len(self._fleet.kv_index)),
-            gauge("kv_index_bytes", "Approximate memory of the KV index.",
-                  lambda _: self._fleet.kv_index.approximate_bytes),
-            gauge("open_breakers", "Workers resting or probed after faults before a first token.",
-                  lambda _: sum(not w.guard.breaker.closed for w in [*workers.values()])),
-            gauge("lookup_problems",
-                  "Names that DNS does not know or gives no answer for, and unusable files of addresses.",
-                  lambda _: sum(len(each.problems) for each in [*self._discoveries])),
-            gauge("adapters", "Adapters in the registry.", lambda _: sum(1 for _ in self._adapters.entries())),
-            gauge("adapter_bytes", "Memory in use for contents of adapters.",
-                  lambda _: self._adapters.contents.memory.size_bytes),
-            gauge("adapter_registry_stale", "1 while the registry of adapters cannot be read.",
-                  lambda _: bool(self._adapters.problem)),
-            gauge("api_keys", "API keys in use.", lambda _: self._callers.keys),
-            gauge("api_keys_stale", "1 while the file of API keys cannot be used as it is.",
-                  lambda _: bool(self._callers.problem)),
-            gauge("ready_workers", "Workers ready for items.", lambda _: sum(w.ready for w in [*workers.values()])),
-            gauge("ready_tokenizers", "Ready tokenizers.", lambda _: sum(t.ready for t in [*tokenizers.values()])),
-        )
-        # fmt: on

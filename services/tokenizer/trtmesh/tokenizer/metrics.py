@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Row, families
+from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Label, Row, families
 
 PREFIX = "trtmesh_tokenizer_"
 _BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
@@ -36,14 +36,19 @@ class TokenizerMetrics(Collector):
         yield from families(PREFIX, TABLE, self, self._created)
 
 
+LANE = Label("lane", "`short`, `long`, `huge`, by the length of texts")
+ERROR = Label("reason", "reason words of the table of errors")
+
 # fmt: off
 TABLE: tuple[Row[TokenizerMetrics], ...] = (
     Row(COUNTER, "encoded_tokens", "Tokens of encoded texts."),
     Row(COUNTER, "decoded_tokens", "Tokens received for decoding, without replayed tokens."),
     Row(COUNTER, "replayed_tokens", "Tokens of sequences taken over from a lost tokenizer."),
-    Row(HISTOGRAM, "encode_queue_seconds", "Time from queueing an encode to its thread.", labels=("lane",)),
-    Row(HISTOGRAM, "encode_batch_size", "Encodes per batch.", labels=("lane",)),
+    Row(HISTOGRAM, "encode_queue_seconds", "Seconds that a text waited for a thread; where they grow, start another"
+        " tokenizer.",
+        labels=(LANE,)),
+    Row(HISTOGRAM, "encode_batch_size", "Encodes of a batch.", labels=(LANE,)),
     Row(GAUGE, "open_decode_states", "Sequences being decoded."),
-    Row(COUNTER, "failures", "Encodes and decode states that failed, by reason.", labels=("reason",)),
+    Row(COUNTER, "failures", "Encodes and decode states that failed.", labels=(ERROR,)),
 )
 # fmt: on

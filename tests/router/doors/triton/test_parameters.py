@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2 as kserve
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.metrics import OTHER
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.parameters import MOST_LOGGED, Parameters
@@ -34,7 +35,7 @@ def test_names_are_counted_and_logged_within_bounds(caplog: pytest.LogCaptureFix
     counted = metrics.unknown_parameters
     assert len(counted) == MOST_PARAMETERS + 1
     assert counted["own0"] == 2
-    assert counted["others"] == 2 * (2 * MOST_LOGGED - MOST_PARAMETERS)
+    assert counted[OTHER] == 2 * (2 * MOST_LOGGED - MOST_PARAMETERS)
     assert len(caplog.records) == MOST_LOGGED
 
 

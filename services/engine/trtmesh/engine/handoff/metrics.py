@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Row
+from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Label, Row
 from trtmesh.engine.handoff.lease import Outcome
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import kv_transfer_pb2 as pb
@@ -54,13 +54,17 @@ class HandoffMetrics:
         return self._load.quarantined_blocks
 
 
+SIDE = Label("side", "`sent`, `received`")
+TRANSPORT = Label("transport", "transports of `engine.handoff`, `none` without a fetch")
+OUTCOME = Label("outcome", "`consumed`, `released`, `expired`")
+
 # fmt: off
 HANDOFF_TABLE: tuple[Row[HandoffMetrics], ...] = (
-    Row(COUNTER, "handoffs", "Leases that ended.", labels=("side", "transport", "outcome")),
-    Row(COUNTER, "handoff_bytes", "Bytes of KV transferred.", labels=("side", "transport")),
-    Row(GAUGE, "held_leases", "Leases without an outcome.", labels=("side",)),
+    Row(COUNTER, "handoffs", "Leases that ended.", labels=(SIDE, TRANSPORT, OUTCOME)),
+    Row(COUNTER, "handoff_bytes", "Bytes of KV transferred.", labels=(SIDE, TRANSPORT)),
+    Row(GAUGE, "held_leases", "Leases without an outcome.", labels=(SIDE,)),
     Row(HISTOGRAM, "handoff_transfer_seconds",
-        "From the first part of a fetch to the end of its last read, on the receiver.", "transfer"),
+        "Seconds from the first part of a fetch to the end of its last read, on the receiver.", "transfer"),
     Row(GAUGE, "quarantined_blocks", "KV blocks of ended leases to which a read may still write."),
 )
 # fmt: on

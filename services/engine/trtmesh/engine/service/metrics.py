@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Kind, Row, families
+from trtmesh.chassis.metrics import COUNTER, GAUGE, HISTOGRAM, Histogram, Kind, Label, Row, families
 from trtmesh.engine.backend import BackendStats, SequenceEnd, StepOutput
 from trtmesh.engine.handoff.metrics import HANDOFF_TABLE, HandoffMetrics
 from trtmesh.v1 import generation_pb2 as pb
@@ -138,16 +138,23 @@ def _of_stats(kind: Kind, name: str, text: str, field: str = "") -> Row[EngineMe
     return Row(kind, name, text, lambda metrics: read(metrics.stats) if metrics.stats else 0)
 
 
+POSITION = Label("position", "positions of a run of draft tokens, from 0 on")
+GUIDE = Label("reason", "`not_compiled`, `not_followed`, `queue_full`")
+FINISH = Label("reason", "finish reasons of generation.proto, in small letters")
+ERROR = Label("reason", "reason words of the table of errors")
+
 # fmt: off
 TABLE: tuple[Row[EngineMetrics], ...] = (
-    Row(HISTOGRAM, "time_to_first_token_seconds", "From the submit of an item to its sequences' first tokens.",
+    Row(HISTOGRAM, "time_to_first_token_seconds", "Seconds from the submit of an item to its sequences' first tokens.",
         "time_to_first_token"),
-    Row(HISTOGRAM, "inter_token_seconds", "Time between steps with tokens, once per continuing sequence.",
+    Row(HISTOGRAM, "inter_token_seconds",
+        "Seconds between steps with tokens, once per continuing sequence: one that skips steps shows their distance.",
         "inter_token"),
-    Row(HISTOGRAM, "queue_seconds", "From the submit of an item to its scheduling.", "queue"),
+    Row(HISTOGRAM, "queue_seconds", "Seconds from the submit of an item to its scheduling.", "queue"),
     _of_stats(COUNTER, "steps", "Engine steps.", "step_count"),
     _of_stats(COUNTER, "captured_steps", "Of the steps, those replayed as CUDA graphs alone."),
-    Row(COUNTER, "busy_seconds", "Time with sequences to compute.", "told_busy_seconds"),
+    Row(COUNTER, "busy_seconds", "Seconds with sequences to compute; its rate is the utilisation.",
+        "told_busy_seconds"),
     Row(COUNTER, "prompt_tokens", "Prompt tokens of the items taken."),
     Row(COUNTER, "cached_prompt_tokens", "Prompt tokens that were reused."),
     Row(COUNTER, "generated_tokens", "Tokens generated; changed beams count again."),
@@ -156,23 +163,23 @@ TABLE: tuple[Row[EngineMetrics], ...] = (
     _of_stats(COUNTER, "reused_blocks", "KV blocks shared instead."),
     Row(COUNTER, "merged_steps", "Steps sent as part of a later step."),
     _of_stats(COUNTER, "adapter_loads", "Adapters loaded."),
-    _of_stats(COUNTER, "adapter_load_seconds", "Time spent on loading adapters."),
+    _of_stats(COUNTER, "adapter_load_seconds", "Seconds spent on loading adapters."),
     _of_stats(COUNTER, "adapter_evictions", "Adapters evicted from host memory."),
     _of_stats(COUNTER, "adapter_hits", "Sequences that found their adapter ready to run."),
     _of_stats(COUNTER, "spec_decode_num_drafts", "Runs of draft tokens verified.", "drafts"),
     _of_stats(COUNTER, "spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_tokens"),
     _of_stats(COUNTER, "spec_decode_num_accepted_tokens", "Draft tokens accepted.", "accepted_draft_tokens"),
     Row(COUNTER, "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their position in the run.",
-        _accepted, ("position",)),
+        _accepted, (POSITION,)),
     _of_stats(COUNTER, "draft_failures", "Errors of the source of drafts."),
-    _of_stats(COUNTER, "guide_compile_seconds", "CPU time spent on compiling guides."),
-    _of_stats(COUNTER, "guide_mask_seconds", "CPU time spent on following guides in steps."),
+    _of_stats(COUNTER, "guide_compile_seconds", "CPU seconds spent on compiling guides."),
+    _of_stats(COUNTER, "guide_mask_seconds", "CPU seconds spent on following guides in steps."),
     _of_stats(COUNTER, "guides_compiled", "Guides compiled."),
     _of_stats(COUNTER, "guides_kept", "Items that found their guide compiled."),
     _of_stats(COUNTER, "late_masks", "Times that a sequence sat out a step, since its guide takes long."),
-    Row(COUNTER, "guide_refusals", "Items ended for their guide.", _refused_guides, ("reason",)),
-    Row(COUNTER, "sequences_finished", "Sequences that ended.", _finished, ("reason",)),
-    Row(COUNTER, "errors", "Items refused, sequences failed and streams broken off.", labels=("reason",)),
+    Row(COUNTER, "guide_refusals", "Items ended for their guide.", _refused_guides, (GUIDE,)),
+    Row(COUNTER, "sequences_finished", "Sequences that ended.", _finished, (FINISH,)),
+    Row(COUNTER, "errors", "Items refused, sequences failed and streams broken off.", labels=(ERROR,)),
     Row(GAUGE, "open_streams", "Connected routers."),
     Row(GAUGE, "live_sequences", "Sequences taken and not ended."),
     Row(GAUGE, "unacknowledged_steps", "Steps sent and not acknowledged."),
@@ -186,7 +193,7 @@ TABLE: tuple[Row[EngineMetrics], ...] = (
     _of_stats(GAUGE, "used_host_blocks", "Host blocks in use."),
     _of_stats(GAUGE, "adapter_slots", "Slots for adapters."),
     _of_stats(GAUGE, "free_adapter_slots", "Free slots for adapters."),
-    _of_stats(GAUGE, "adapter_host_bytes", "Host memory for adapters."),
-    _of_stats(GAUGE, "used_adapter_host_bytes", "Host memory in use by adapters."),
+    _of_stats(GAUGE, "adapter_host_bytes", "Bytes of host memory for adapters."),
+    _of_stats(GAUGE, "used_adapter_host_bytes", "Bytes of host memory in use by adapters."),
 )
 # fmt: on

@@ -18,7 +18,7 @@ from trtmesh.chassis.tasks import next_tick
 from trtmesh.router.callers.identity import ANONYMOUS, Identity
 from trtmesh.router.callers.key_file import ListedKey, digest_of, read_keys
 from trtmesh.router.callers.limits import RateLimit
-from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.metrics import UNLISTED, RouterMetrics
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Callers:
         if self._file is None:
             # Who draws a new key for each call is a new owner each time, and must not be a new account.
             account = _of_certificate(certificate) if certificate else ANONYMOUS
-            return Identity(f"unlisted:{digest.hex()[:24]}", self._limits, account)
+            return Identity(f"{UNLISTED}:{digest.hex()[:24]}", self._limits, account)
         holder = self._holders.get(digest[:INDEX_BYTES])
         if holder is None or not hmac.compare_digest(holder.key.digest, digest):
             raise self._refused("the API key of the call is not known to this router")

@@ -26,6 +26,3 @@ class Identity:
 
 ANONYMOUS = "anonymous"
 """The name of all callers without credentials."""
-
-OTHERS = "others"
-"""The label of metrics for callers beyond their number."""

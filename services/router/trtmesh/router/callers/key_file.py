@@ -17,12 +17,15 @@ from itertools import groupby
 from operator import attrgetter
 
 from pydantic import ValidationError
+from trtmesh.chassis.metrics import OTHER
 from trtmesh.chassis.validation import problem_of
-from trtmesh.router.callers.identity import ANONYMOUS, OTHERS
+from trtmesh.router.callers.identity import ANONYMOUS
 from trtmesh.router.callers.limits import RateLimit
+from trtmesh.router.metrics import UNLISTED
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-RESERVED = (ANONYMOUS, OTHERS)
+RESERVED = (ANONYMOUS, UNLISTED, OTHER)
+"""Values that the label of callers has for others."""
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 EXPIRES = "expires"
 LIMITS = tuple(RateLimit.model_fields)

@@ -59,7 +59,7 @@ class Canary:
     ) -> None:
         self._share = share
         self._fleet, self._adapters, self._receipts = fleet, adapters, receipts
-        self._counts, self._alerts = metrics.canary_items, metrics.canary_alerts
+        self._counts, self._note_alert = metrics.canary_items, metrics.note_canary_alert
         self._waiting: deque[SampledItem] = deque()
         self._tokens = 0
         self._examining = False
@@ -185,7 +185,7 @@ class Canary:
             is_items = verdict.side is Side.ITEM
             worker = sample.worker_at(where) if is_items else second.worker
         name = worker.name if worker is not None else "unknown"
-        self._alerts[name] += 1
+        self._note_alert(name)
         again = [each for each in (second, third) if each is not None]
         receipts = (
             self._receipts.repeated(sample.receipt, each.worker, each.sequences) for each in again

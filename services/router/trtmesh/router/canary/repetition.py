@@ -9,7 +9,7 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.canary.sample import SampledItem
 from trtmesh.router.canary.verdict import Generated
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.metrics import ModelMetrics
+from trtmesh.router.metrics import Latencies, ModelMetrics
 from trtmesh.router.streams.sequence import Delivery, End, SequenceRun, SequenceTimes
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
@@ -32,18 +32,16 @@ class Repetition:
 
     def _open(self, sequence_index: int) -> SequenceRun:
         sample, now = self._sample, self._loop.time()
-        run = SequenceRun(
+        return SequenceRun(
             sample.item,
             sequence_index,
             prompt=(),
             request_id=sample.receipt.request_id,
             model=sample.receipt.model,
-            arrival_time=now,
+            times=UncountedTimes(now, Latencies()),
             client=Nobody(),
             owner=self,
         )
-        run.times = UncountedTimes(now)
-        return run
 
     async def outputs(self, *, gives_way: bool) -> Sequence[Generated] | None:
         """The output; None if it `gives_way` and others wait for the worker. Raises the error of the worker."""

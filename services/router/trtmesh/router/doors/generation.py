@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
+from time import perf_counter
 from typing import Self
 
-from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.errors import ROW_BY_CLASS, Cancelled, InternalError, TrtmeshError
 from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.rpc import RpcContext
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.callers.identity import Identity
-from trtmesh.router.metrics import ModelMetrics
+from trtmesh.router.metrics import TEXT_COMPLETION, ModelMetrics
+from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import RunningRequest
 
@@ -69,16 +71,42 @@ class GenerationCall(AbstractContextManager["GenerationCall"]):
     """The block of a client's call, counted by the outcome: refused before the items ran; failed with any item;
     cancelled by the client, the deadline or this router; or complete."""
 
-    def __init__(self, metrics: ModelMetrics) -> None:
-        """`metrics` are the metrics of the model of the call."""
-        self._metrics = metrics
+    def __init__(self, door: str, metrics: ModelMetrics, operation: str = TEXT_COMPLETION) -> None:
+        """`metrics` are the metrics of the model of the call; `operation` counts until the request runs."""
+        self.metrics = metrics
+        self._door, self._operation = door, operation
+        self._began = perf_counter()
         self.outcome = "refused"
+        self.failure = ""
+        """The reason word of an item that failed."""
+        self.context: RequestContext | None = None
+        """Of the request, once it runs."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._metrics.requests[self.outcome] += 1
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Counts the call, which ends with an error if any."""
+        self.metrics.requests[self._door, self.outcome] += 1
+        error_type = self.failure or _error_type(error)
+        seconds, context = perf_counter() - self._began, self.context
+        if context is None:
+            self.metrics.of(self._operation).ended(error_type, seconds)
+        else:
+            context.latencies.ended(error_type, seconds, context.trace_id)
+
+
+def _error_type(error: BaseException | None) -> str:
+    """The reason word of what ended a call, or ''. A client that leaves cancels, or breaks the connection."""
+    if error is None:
+        return ""
+    if isinstance(error, TrtmeshError):
+        return error.reason
+    left = isinstance(error, ConnectionError) or not isinstance(error, Exception)
+    return ROW_BY_CLASS[Cancelled if left else InternalError].reason
 
 
 class RunningCall(AbstractAsyncContextManager[LiveRequest]):
@@ -89,12 +117,12 @@ class RunningCall(AbstractAsyncContextManager[LiveRequest]):
 
     async def __aenter__(self) -> LiveRequest:
         self._live = await self._opening.__aenter__()
-        self._call.outcome = "cancelled"
+        self._call.outcome, self._call.context = "cancelled", self._live.context
         return self._live
 
     async def __aexit__(self, _: object, error: BaseException | None, traceback: object) -> None:
-        if self._live.failed:
-            self._call.outcome = "failed"
+        if failure := self._live.failure:
+            self._call.outcome, self._call.failure = "failed", failure
         elif error is None:
             self._call.outcome = "complete"
         # Its end forgets why.

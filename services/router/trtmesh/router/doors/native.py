@@ -18,6 +18,9 @@ from trtmesh.router.values.resumption import parse_resumption
 from trtmesh.v1 import router_pb2 as pb
 from trtmesh.v1 import router_pb2_grpc
 
+DOOR = "native"
+"""Its name in metrics."""
+
 
 class MeshService(router_pb2_grpc.MeshServiceServicer):
     """Translates native calls into requests, and their events into responses."""
@@ -35,8 +38,8 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(self, request: pb.GenerateRequest, context: ServedContext) -> None:  # type: ignore[override]
         own_id = request_id_of(context)
-        with GenerationCall(self._requests.metrics_of(request.model)) as call:
-            async with answering(context, request.request_id or own_id or "-"):
+        async with answering(context, request.request_id or own_id or "-"):
+            with GenerationCall(DOOR, self._requests.metrics_of(request.model)) as call:
                 caller = caller_of(self._callers, context)
                 message = context.message
                 with message.admitted():
@@ -52,8 +55,8 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Resume(self, request: pb.ResumeRequest, context: ServedContext) -> None:  # type: ignore[override]
-        with GenerationCall(self._requests.metrics_of(request.request.model)) as call:
-            async with answering(context, request.request.request_id):
+        async with answering(context, request.request.request_id):
+            with GenerationCall(DOOR, self._requests.metrics_of(request.request.model)) as call:
                 caller = caller_of(self._callers, context)
                 message = context.message
                 with message.admitted():

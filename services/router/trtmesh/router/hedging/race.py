@@ -332,7 +332,7 @@ class SecondCopy(Copy):
     def __init__(self, race: Race, run: SequenceRun) -> None:
         super().__init__(race, run)
         self.token_ids = [*run.token_ids]
-        self.times = CopyTimes(run.times.arrival)
+        self.times = CopyTimes(run.times.arrival, run.times.latencies)
         self.assignment: Handle | None = None
         self._chunks: list[_Chunk] = []
         self._start: pb.PerfMetrics | None = None

@@ -13,7 +13,7 @@ from trtmesh.router.canary.canary import Canary
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.links.deadlines import Retries
-from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.metrics import Latencies, RouterMetrics
 from trtmesh.router.receipts import Receipts
 from trtmesh.router.recorder import Recorder
 from trtmesh.router.requests.siblings import Siblings
@@ -50,6 +50,9 @@ class RequestContext:
     """An admitted request, seen by an item. Times are the event loop's."""
 
     mesh: Mesh
+    latencies: Latencies
+    trace_id: str
+    """The trace of a sampled request, in 32 hexadecimal digits, or ''."""
     owner: str
     """Name of the caller."""
     request_id: str

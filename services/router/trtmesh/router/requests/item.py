@@ -39,7 +39,7 @@ from trtmesh.router.requests.encoding import (
 )
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.placer import Placer, too_many_losses
-from trtmesh.router.streams.sequence import Charge, Delivery, End, SequenceRun
+from trtmesh.router.streams.sequence import Charge, Delivery, End, SequenceRun, SequenceTimes
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import receipt_pb2 as receipt_pb
@@ -96,7 +96,6 @@ class ItemRun:
         self.over_ns = 0
         """Monotonic time of a complete item's end."""
         self.stage = "admit"
-        self.failed = False
         self._worker: Worker | None = None
 
     async def run(self) -> None:
@@ -114,12 +113,10 @@ class ItemRun:
                 await self._turn()
                 self._finish()
         except TrtmeshError as error:
-            self.failed = True
             self._events.failed(error, self.usage())
         except asyncio.CancelledError:
             self._cancelled()
         except Exception as error:  # noqa: BLE001 - a defect ends the affected item alone, visibly
-            self.failed = True
             self._events.broke(error, self.usage())
         finally:
             if not self._over:
@@ -338,6 +335,23 @@ class ItemRun:
         return self._worker.name if self._worker is not None else ""
 
     @property
+    def failure(self) -> str:
+        """The reason word of its failure, or ''."""
+        return self._events.error
+
+    @property
+    def unplaced(self) -> int:
+        """Sequences that wait for a worker. Read by the thread of the metrics, too."""
+        if self._over or self._context.pace.paused:
+            return 0
+        runs = self._runs
+        return sum(run.waits_for_worker for run in runs) if runs else self._item.sequences
+
+    @property
+    def requested(self) -> ItemRequest:
+        return self._item
+
+    @property
     def caller(self) -> str:
         return self._context.owner
 
@@ -415,7 +429,7 @@ class ItemRun:
             prompt=self._encoded.token_ids,
             request_id=context.request_id,
             model=context.model,
-            arrival_time=context.arrival_time,
+            times=SequenceTimes(context.arrival_time, context.latencies, context.trace_id),
             client=context.client,
             owner=self,
         )

@@ -91,6 +91,8 @@ class ItemEvents:
         """All sequences ended."""
         self._put_finished(runs[-1].reason, usage, _metrics_of(runs), receipt)
         self._of_model.generated_tokens.observe(usage.generated_tokens)
+        for run in runs:
+            run.times.on_finished(len(run.token_ids))
 
     def ended_early(
         self, runs: Sequence[SequenceRun], reason: pb.FinishReason.ValueType, usage: pb.Usage
@@ -118,6 +120,7 @@ class ItemEvents:
     def failed(self, error: TrtmeshError, usage: pb.Usage) -> None:
         self.error = error.reason
         failed = router_pb.ItemFailed(error=to_proto(error), usage=usage)
+        self._metrics.note_item(self._owner, usage.prompt_tokens, usage.generated_tokens)
         self._put(router_pb.GenerateEvent(item_failed=failed))
         self._over = True
         self._of_model.failed[error.reason] += 1
@@ -130,6 +133,7 @@ class ItemEvents:
         perf_metrics: pb.PerfMetrics | None,
         receipt: receipt_pb.SignedReceipt | None = None,
     ) -> None:
+        self._metrics.note_item(self._owner, usage.prompt_tokens, usage.generated_tokens)
         event = router_pb.GenerateEvent()
         finished = event.item_finished
         finished.reason = reason

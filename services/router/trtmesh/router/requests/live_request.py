@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import urandom
@@ -14,6 +14,7 @@ from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.turns import StartQueue
 from trtmesh.router.admission import Account, Permit
 from trtmesh.router.callers.identity import Identity
+from trtmesh.router.metrics import CHAT, TEXT_COMPLETION
 from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.item_events import ItemEvents
@@ -69,6 +70,10 @@ class LiveRequest:
         self._paused = paused
         self.context = RequestContext(
             mesh=mesh,
+            latencies=mesh.metrics.of(admitted.model).of(
+                CHAT if request.is_chat else TEXT_COMPLETION
+            ),
+            trace_id="",
             request_id=request.request_id,
             model=admitted.model,
             drawn_seed=seed,
@@ -95,10 +100,10 @@ class LiveRequest:
         self._stopped = set[int]()
         """Items that were stopped before they began."""
         self._live_items = len(self.waiting)
-        self._has_refused = False
+        self._refusal = ""
         for refused in request.refused:
             if refused.batch_index not in received.finished_items:
-                self._has_refused = True
+                self._refusal = refused.error.reason
                 ItemEvents(refused.batch_index, self.context).failed(refused.error, pb.Usage())
         if not self.waiting:
             self.client.close()
@@ -119,12 +124,20 @@ class LiveRequest:
             self.client.close()
 
     @property
-    def failed(self) -> bool:
-        """Whether any of its items failed."""
+    def failure(self) -> str:
+        """The reason word of its first item that failed, or ''."""
         for item in self.items:
-            if item.failed:
-                return True
-        return self._has_refused
+            if item.failure:
+                return item.failure
+        return self._refusal
+
+    def unplaced(self) -> Iterator[tuple[ItemRequest, int]]:
+        """Its items that wait for a worker, each with the number of sequences. Read by the thread of the metrics."""
+        for requested, _ in [*self.waiting]:
+            yield requested, requested.sequences
+        for item in [*self.items]:
+            if sequences := item.unplaced:
+                yield item.requested, sequences
 
     def stop(self, batch_indexes: Collection[int]) -> int:
         """Stops the named items, or all; returns the number of stopped items."""

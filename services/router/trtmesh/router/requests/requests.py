@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TypeAlias
 
@@ -206,6 +206,13 @@ class Requests:
         if not name and len(models) == 1:
             name = next(iter(models))
         return self._mesh.metrics.of(name if name in models else "")
+
+    def unplaced(self) -> Iterator[tuple[str, ItemRequest, int]]:
+        """The items that wait for a worker: the model, the item, its waiting sequences. Called on the thread of the
+        metrics endpoint."""
+        for live in [*self.live.values()]:
+            for item, sequences in live.unplaced():
+                yield live.context.model, item, sequences
 
     async def drain(self) -> None:
         """Refuses new requests and waits until none is live."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.links.contract import ContractBroken
-from trtmesh.router.metrics import ModelMetrics
+from trtmesh.router.metrics import Latencies, ModelMetrics
 from trtmesh.router.streams.client_stream import MOST_MESSAGE_BYTES
 from trtmesh.router.streams.details import TokenDetailBuffer, unheard
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
@@ -234,6 +234,11 @@ class SequenceTimes:
 
     arrival: float
     """Arrival of the request."""
+    latencies: Latencies
+    trace_id: str = ""
+    """Of a sampled request."""
+    received: int = 0
+    """Tokens that the client received from another router."""
     assigned: float = 0.0
     """Dispatch to the current worker."""
     started: float = 0.0
@@ -256,9 +261,17 @@ class SequenceTimes:
         if self.last_token:
             metrics.inter_token.observe(now - self.last_token)
         else:
-            metrics.time_to_first_token.observe(now - self.arrival)
+            seconds = now - self.arrival
+            self.latencies.time_to_first_token.observe(seconds, trace_id=self.trace_id)
             self.first_token = now
         self.last_token = now
+
+    def on_finished(self, tokens: int) -> None:
+        """The sequence is complete with so many tokens."""
+        later = tokens - self.received - 1
+        if later > 0:
+            seconds = (self.last_token - self.first_token) / later
+            self.latencies.time_per_output_token.observe(seconds, trace_id=self.trace_id)
 
     def corrected(self, metrics: pb.PerfMetrics, scheduled_ns: int) -> pb.PerfMetrics:
         """The last worker's metrics of a moved sequence, with arrival and first token as this router saw them, and with
@@ -325,7 +338,7 @@ class SequenceRun(DecodedSequence):
         prompt: Sequence[int],
         request_id: str,
         model: str,
-        arrival_time: float,
+        times: SequenceTimes,
         client: Reader,
         owner: Owner,
     ) -> None:
@@ -342,7 +355,7 @@ class SequenceRun(DecodedSequence):
         self._item = item
         self.most_tokens = stopping.max_tokens or sys.maxsize
         self._output = SequenceWriter(item, sequence_index, client)
-        self.times = SequenceTimes(arrival_time)
+        self.times = times
         self.owner = owner
         self.charge: Charge | None = None
         self.assignment: Assignment | None = None
@@ -373,7 +386,7 @@ class SequenceRun(DecodedSequence):
     def resume_from(self, received: ReceivedSequence) -> None:
         """Continues a sequence of another router from the last token the client received. Call first."""
         self.token_ids = received.token_ids.tolist()
-        self.decoded = len(self.token_ids)
+        self.decoded = self.times.received = len(self.token_ids)
         self.moved = bool(self.token_ids)
         self._output.resume_from(received)
         if received.reason is not None:

@@ -137,6 +137,8 @@ class GenerationRequest:
     refused: tuple[RefusedItem, ...] = ()
     default_seed: int | None = None
     """Seed of items without a seed; None draws one."""
+    is_chat: bool = False
+    """Whether it is a conversation, maybe rendered already."""
 
     def drawing_by_seed(self, default_seed: int | None) -> GenerationRequest:
         """The request with draws that depend on the seed alone, where a seed is known, and not on the item."""
@@ -196,7 +198,8 @@ def parse_request(
     if not items:
         raise errors[0].of_item(0)
     invalid = tuple(RefusedItem(index, error) for index, error in sorted(errors.items()))
-    return GenerationRequest(request_id, message.model, tuple(items), invalid)
+    is_chat = items[0].chat is not None
+    return GenerationRequest(request_id, message.model, tuple(items), invalid, is_chat=is_chat)
 
 
 def _read_config(message: pb.GenerationConfig) -> Config:

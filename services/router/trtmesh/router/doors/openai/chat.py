@@ -32,6 +32,7 @@ from trtmesh.router.doors.openai.tools import (
     read_tools,
     reading_of,
 )
+from trtmesh.router.metrics import CHAT
 from trtmesh.v1 import chat_pb2
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -45,6 +46,7 @@ class Chats(Choices):
     """The endpoint."""
 
     path = "/v1/chat/completions"
+    operation = CHAT
     id_prefix = "chatcmpl-"
     whole, chunk = "chat.completion", "chat.completion.chunk"
 

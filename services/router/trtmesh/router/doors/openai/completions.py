@@ -17,6 +17,7 @@ from trtmesh.router.doors.openai.fields import (
 )
 from trtmesh.router.doors.openai.log_probs import TokenTexts, completion_shape
 from trtmesh.router.doors.openai.requested import Requested
+from trtmesh.router.metrics import TEXT_COMPLETION
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -28,6 +29,7 @@ class Completions(Choices):
     """The endpoint."""
 
     path = "/v1/completions"
+    operation = TEXT_COMPLETION
     id_prefix = "cmpl-"
     whole = chunk = "text_completion"
 

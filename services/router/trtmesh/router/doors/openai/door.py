@@ -62,6 +62,8 @@ class Endpoint(Protocol):
 
     path: str
     id_prefix: str
+    operation: str
+    """Its name in metrics."""
 
     def read(self, requested: Requested, *, is_large: bool) -> Wanted:
         """The request of a body. Raises TrtmeshError."""
@@ -72,6 +74,9 @@ class Endpoint(Protocol):
     def gathered(self, wanted: Wanted, frame: Frame) -> Gathered:
         """Gathers its answer."""
 
+
+DOOR = "openai"
+"""Its name in metrics."""
 
 ENDPOINTS: tuple[Endpoint, ...] = (Chats(), Completions(), StatelessResponses())
 
@@ -138,10 +143,10 @@ class OpenAi:
         request_id = id_of(request)
         rebind_request_id(request_id)
         read = partial(self._read, endpoint, request)
-        async with self._bodies.admitted(request, read) as wanted:
+        async with self._bodies.admitted(request, read) as (begun, wanted):
             owner = request[IDENTITY]
             origin = origin_of(request.remote or "")
-            with GenerationCall(self._requests.metrics_of(wanted.request.model)) as call:
+            with begun as call:
                 opening = self._requests.open(wanted.request, None, owner, origin)
                 frame = Frame(f"{endpoint.id_prefix}{request_id}", wanted.model)
                 if wanted.streamed:
@@ -175,13 +180,14 @@ class OpenAi:
 
     async def _read(
         self, endpoint: Endpoint, request: web.Request, message: ReceivedMessage, body: Body
-    ) -> Wanted:
+    ) -> tuple[GenerationCall, Wanted]:
+        """The request of a body, and its call, which begins here. Raises TrtmeshError."""
         owner, request_id = request[IDENTITY], id_of(request)
         if self._requests.find(owner, request_id) is not None:
             # Proxies name a retry like the call that is not over.
             request_id = ""
         parse = partial(parse_json, body, self._bodies.limits.most_json_bytes)
-        model = ""
+        call = GenerationCall(DOOR, self._requests.metrics_of(""), endpoint.operation)
         try:
             fields = Fields(await message.run(parse, JSON_COST))
             request[FIELD_NAMES] = fields.names
@@ -189,14 +195,15 @@ class OpenAi:
                 request[IGNORED] = fields.ignored = []
             served = self._served.find(fields.take("model", TEXT) or "")
             model = served.model
+            call.metrics = self._requests.metrics_of(model)
             predicted = await self._predicted(fields, model)
             about = self._tokenizers.agreed(model)
             defaults = about.defaults if self._has_defaults else None
             requested = Requested(fields, served, request_id, about, predicted, defaults)
             wanted = await message.read(partial(endpoint.read, requested))
-            return await self._begun(fields, wanted, owner)
-        except TrtmeshError:
-            self._requests.metrics_of(model).requests["refused"] += 1
+            return call, await self._begun(fields, wanted, owner)
+        except TrtmeshError as error:
+            call.end(error)
             raise
 
     async def _begun(self, fields: Fields, wanted: Wanted, owner: Identity) -> Wanted:

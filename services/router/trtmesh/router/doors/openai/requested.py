@@ -124,7 +124,7 @@ def with_prompt(wanted: Wanted, prompt: tokenizer_pb.Encoded) -> Wanted:
     marks = [list(word.ids) for word in prompt.words]
     return replace(
         wanted,
-        request=parse_request(message, "", is_large=True),
+        request=replace(parse_request(message, "", is_large=True), is_chat=True),
         reading=reading,
         by_template=by_template,
         reasoning_ids=[ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else (),

@@ -25,6 +25,7 @@ from trtmesh.router.doors.openai.fields import (
 )
 from trtmesh.router.doors.openai.requested import Requested
 from trtmesh.router.doors.openai.response_items import GatheredResponse, ResponseEvents
+from trtmesh.router.metrics import CHAT
 
 PASSED = (
     *(name for name in DIRECT if name != "n"),
@@ -70,6 +71,7 @@ class StatelessResponses:
     """The endpoint."""
 
     path = "/v1/responses"
+    operation = CHAT
     id_prefix = "resp_"
 
     def __init__(self) -> None:

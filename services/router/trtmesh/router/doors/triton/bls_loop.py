@@ -163,7 +163,7 @@ class BlsLoop:
         count = min(self._length, self._most - len(self._emitted) - 1)
         if count < 1 or self._stopped:
             return drafts
-        uncounted = GenerationCall(self._requests.metrics_of(self._draft_model))
+        uncounted = GenerationCall("", self._requests.metrics_of(self._draft_model))
         try:
             async with asyncio.timeout(DRAFT_SECONDS):
                 async with self._open(uncounted, self._drafting(count)) as live:

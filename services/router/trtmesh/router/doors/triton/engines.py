@@ -8,22 +8,28 @@ from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.requests.requests import Requests
 from trtmesh.v1 import engine_pb2 as engine_pb
 
 
 class Engines:
     """Reads the fleet."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, requests: Requests) -> None:
         self._fleet = fleet
+        self._requests = requests
 
     def of(self, model: Model) -> Sequence[Worker]:
         """The workers of a model; none where several models could be meant."""
-        workers = [worker for worker in [*self._fleet.workers.values()] if worker.description.model]
-        names = {worker.description.model for worker in workers}
+        served = self._served(model)
+        workers = [*self._fleet.workers.values()]
+        return [each for each in workers if served and each.description.model == served]
+
+    def _served(self, model: Model) -> str:
+        """The mesh's model, or '' where several could be meant."""
+        names = {worker.description.model for worker in [*self._fleet.workers.values()]} - {""}
         default = next(iter(self._fleet.configured), "")
-        served = model.mesh_model or default or (names.pop() if len(names) == 1 else "")
-        return [worker for worker in workers if worker.description.model == served]
+        return model.mesh_model or default or (names.pop() if len(names) == 1 else "")
 
     def problem(self, model: Model) -> str:
         """Why no engine takes requests of a model now, or ''."""
@@ -51,5 +57,7 @@ class Engines:
         return any(field in worker.capabilities.supported_fields for worker in self.of(model))
 
     def figures(self, model: Model) -> EngineFigures:
-        """Figures of a model's workers. Runs on the thread of the metrics endpoint."""
-        return engine_figures(self.of(model))
+        """Figures of a model's workers and of what waits for one. Runs on the thread of the metrics endpoint."""
+        served = self._served(model)
+        waiting = sum(count for name, _, count in self._requests.unplaced() if name == served)
+        return engine_figures(self.of(model), waiting)

@@ -57,6 +57,9 @@ from trtmesh.v1 import router_pb2 as router_pb
 
 T = TypeVar("T")
 
+DOOR = "triton"
+"""Its name in metrics."""
+
 NAMELESS = nullcontext()
 
 
@@ -89,9 +92,9 @@ class Generations:
         self._engines = engines
         self._named: dict[RequestKey, LiveRequest | BlsLoop] = {}
 
-    def refused(self, model: Model) -> None:
-        """Counts a request that could not be read."""
-        self._requests.metrics_of(model.mesh_model).requests["refused"] += 1
+    def counting(self, model: Model) -> GenerationCall:
+        """The block of a call of a model, which counts its end."""
+        return GenerationCall(DOOR, self._requests.metrics_of(model.mesh_model))
 
     def problem(self, model: Model, template: GenerationTemplate) -> str:
         """Why a model takes no requests now, or ''."""
@@ -123,7 +126,7 @@ class Generations:
             wrap_size(call, self._engines),
             bias_size(call, self._engines, self._texts),
         )
-        with GenerationCall(self._requests.metrics_of(call.model.mesh_model)) as generation:
+        with self.counting(call.model) as generation:
             owner = caller.identity
             call, request = await message.run(partial(_read, template, call, *sizes))
             if self._may_loop(call.model, request):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from trtmesh.chassis.metrics import Histogram
+from trtmesh.chassis.metrics import Described, Histogram, Label
 from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.statistics import FAILURE_REASONS, Counts, Statistics, TokenLengths
 from trtmesh.router.doors.triton.templates.template import Model
@@ -24,6 +24,10 @@ Number = int | float
 
 WITH_CACHED = "(includes cached requests)"
 WITHOUT_CACHED = "(does not include cached requests)"
+LENGTHS = "TRT LLM response metrics"
+MODEL = Label("model", "models of Triton")
+VERSION = Label("version", f"`{MODEL_VERSION}`")
+
 # fmt: off
 COUNTERS: Mapping[str, tuple[str, Callable[[Counts], int]]] = {
     "request_success": ("Number of successful inference requests, all batch sizes", lambda c: c.succeeded),
@@ -42,6 +46,20 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Counts], int]]] = {
 }
 # fmt: on
 """Families nv_inference_*: Triton's help text, and the value."""
+
+
+FAILURES = Described(
+    "nv_inference_request_failure",
+    "counter",
+    "Number of failed inference requests, all batch sizes",
+    (MODEL, Label("reason", ", ".join(f"`{reason}`" for reason in FAILURE_REASONS)), VERSION),
+)
+PENDING = Described(
+    "nv_inference_pending_request_count",
+    "gauge",
+    "Instantaneous number of pending requests awaiting execution per-model.",
+    (MODEL, VERSION),
+)
 
 
 class TritonMetrics:
@@ -81,9 +99,9 @@ class TritonMetrics:
             samples = [Sample(labels_of(model), value(own)) for model, own in counts.items()]
             yield family(f"nv_inference_{name}", text, "counter", samples)
         yield family(
-            "nv_inference_request_failure",
-            "Number of failed inference requests, all batch sizes",
-            "counter",
+            FAILURES.name,
+            FAILURES.text,
+            FAILURES.kind,
             [
                 Sample(labels_of(model, reason=reason), own.failed[reason])
                 for model, own in counts.items()
@@ -91,9 +109,9 @@ class TritonMetrics:
             ],
         )
         yield family(
-            "nv_inference_pending_request_count",
-            "Instantaneous number of pending requests awaiting execution per-model.",
-            "gauge",
+            PENDING.name,
+            PENDING.text,
+            PENDING.kind,
             [Sample(labels_of(model), pending[model]) for model in counts],
         )
 
@@ -111,8 +129,7 @@ class TritonMetrics:
                 for model, each in own
                 for sample in _histogram(labels_of(model, response_metric_type=kind), each)
             ]
-            text = "TRT LLM response metrics"
-            yield family(f"nv_llm_{way}_token_len", text, "histogram", samples)
+            yield family(f"nv_llm_{way}_token_len", LENGTHS, "histogram", samples)
 
 
 def _histogram(labels: Mapping[str, str], lengths: Histogram) -> Sequence[Sample]:
@@ -129,6 +146,8 @@ class EngineFigures:
 
     load: engine_pb.Load = field(default_factory=engine_pb.Load)
     """The sums of the workers' last reports."""
+    unplaced: int = 0
+    """Sequences that wait in this router for a worker."""
     max_batch_size: int = 0
     in_context: int = 0
     """Running sequences without a token yet."""
@@ -141,7 +160,11 @@ class EngineFigures:
 
     @property
     def active(self) -> int:
-        return self.load.running_sequences + self.load.waiting_sequences
+        return self.load.running_sequences + self.waiting
+
+    @property
+    def waiting(self) -> int:
+        return self.load.waiting_sequences + self.unplaced
 
 
 NARROW = (
@@ -155,7 +178,7 @@ WIDE = (
 """The fields of EngineFigures.load, besides those of handoffs; of 32 and of 64 bits."""
 
 
-def engine_figures(workers: Iterable[Worker]) -> EngineFigures:
+def engine_figures(workers: Iterable[Worker], unplaced: int = 0) -> EngineFigures:
     workers = list(workers)
     sums = {
         name: min(most, sum(getattr(worker.load, name) for worker in workers))
@@ -169,6 +192,7 @@ def engine_figures(workers: Iterable[Worker]) -> EngineFigures:
     )
     return EngineFigures(
         engine_pb.Load(received_handoffs=handoffs, **sums),
+        unplaced,
         max_batch_size=sum(worker.description.max_batch_size for worker in workers),
         in_context=sum(_in_context(worker) for worker in workers),
         tokens_per_block=max(
@@ -211,7 +235,7 @@ ENGINE_FAMILIES = (
         ("max", "Max Request Count", lambda f: f.max_batch_size),
         ("scheduled", "Scheduled Requests", lambda f: f.load.running_sequences),
         ("context", "Context Requests", lambda f: f.in_context),
-        ("waiting", "Waiting Requests", lambda f: f.load.waiting_sequences),
+        ("waiting", "Waiting Requests", lambda f: f.waiting),
     )),
     EngineFamily("nv_trt_llm_runtime_memory_metrics", "TRT LLM runtime memory metrics", "memory_type", (
         ("cpu", "Runtime CPU Memory Usage", lambda f: f.load.host_memory_bytes),
@@ -254,6 +278,19 @@ ENGINE_FAMILIES = (
 # fmt: on
 
 
+def described() -> Iterator[Described]:
+    """The families, as their page describes them."""
+    for name, (text, _) in COUNTERS.items():
+        yield Described(f"nv_inference_{name}", "counter", text, (MODEL, VERSION))
+    yield from (FAILURES, PENDING)
+    for each in ENGINE_FAMILIES:
+        words = ", ".join(f"`{word}`" for word, _, _ in each.figures)
+        yield Described(each.name, each.kind, each.text, (MODEL, Label(each.label, words), VERSION))
+    for way in ("input", "output"):
+        label = Label("response_metric_type", f"`total_{way}_tokens`")
+        yield Described(f"nv_llm_{way}_token_len", "histogram", LENGTHS, (MODEL, label, VERSION))
+
+
 def engine_families(figures: Mapping[str, EngineFigures]) -> Iterator[str]:
     """The families in Prometheus' text format, over figures by model."""
     for each in ENGINE_FAMILIES:
@@ -288,9 +325,7 @@ class Sample(NamedTuple):
     suffix: str = ""
 
 
-def family(
-    name: str, text: str, kind: Literal["counter", "gauge", "histogram"], samples: Iterable[Sample]
-) -> str:
+def family(name: str, text: str, kind: str, samples: Iterable[Sample]) -> str:
     """A family in Prometheus' text format."""
     lines = [
         f"{name}{suffix}{_labels(labels)} {number(value)}" for labels, value, suffix in samples

@@ -115,13 +115,14 @@ class TritonServer:
         """Reads the ModelInferRequest of a message, for `wording` too; `raw` are its raw contents where a door has them
         apart. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
+        reading = self._generations.counting(served)
         try:
             call = await message.read(partial(read_call, served, request, raw, unary=unary))
             wording.sentence = call.sentence
             self._parameters.check(call)
-        except TrtmeshError:
+        except TrtmeshError as error:
             if isinstance(served.template, GenerationTemplate):
-                self._generations.refused(served)
+                reading.end(error)
             raise
         return call
 

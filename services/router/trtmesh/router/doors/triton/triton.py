@@ -40,7 +40,7 @@ class Triton:
         metrics: RouterMetrics,
     ) -> None:
         texts = Texts(tokenizers, requests.served_model)
-        engines = Engines(fleet)
+        engines = Engines(fleet, requests)
         generations = Generations(requests, texts, metrics, engines)
         parameters = Parameters(metrics, refuse_unknown=settings.refuse_unknown_parameters)
         server = TritonServer(
