@@ -42,9 +42,7 @@ async def two_engines(backend: Backend) -> AsyncIterator[Mesh]:
 
     async def start(mesh: Mesh) -> None:
         starts = (backend.start(mesh, "--worker", name) for name in ENGINES)
-        engines = await asyncio.gather(*starts)
-        # In order: the tests name engines by number.
-        mesh.engines[:] = engines
+        await asyncio.gather(*starts)
         await mesh.start_router("--placement-policy", "round_robin", env=INSIDE)
         await mesh.ready(workers=2, tokenizers=1)
 

@@ -43,11 +43,9 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 async def start(folder: Path, mesh: Mesh) -> None:
-    _, *engines = await asyncio.gather(
+    await asyncio.gather(
         mesh.start_tokenizer(), *(mesh.start_engine(*ENGINE, "--worker", name) for name in NAMES)
     )
-    # In the order of their names: they are ready in any.
-    mesh.engines[:] = engines
     await mesh.start_router(*ROUTER, "--receipts-file", str(folder / "receipts.jsonl"))
     await mesh.ready(len(NAMES), 1)
 

@@ -105,7 +105,7 @@ async def hedged(
             mesh.start_engine(*ENGINE, "--worker", name, *more)
             for name, more in zip(names, own, strict=True)
         )
-        mesh.engines[:] = await asyncio.gather(*starts)
+        await asyncio.gather(*starts)
         await mesh.start_router(*HEDGED, *router_flags, env=INSIDE)
         await mesh.ready(workers=count, tokenizers=1)
 

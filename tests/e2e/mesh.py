@@ -7,6 +7,7 @@ import math
 import re
 import time
 import urllib.request
+from bisect import insort
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -312,6 +313,10 @@ class Mesh:
         self._stack = stack
         self.tokenizers: list[ServiceProcess] = []
         self.engines: list[ServiceProcess] = []
+        """As their starts were asked for, whichever is up first."""
+        self._starts = 0
+        self._turns: dict[int, int] = {}
+        """Places of processes in the order of starts, by pid."""
         self.router: ServiceProcess
         self.client: Client
         self.admin: AdminClient
@@ -322,23 +327,29 @@ class Mesh:
         self, service: str, *flags: str, env: Mapping[str, str] | None = None
     ) -> ServiceProcess:
         shared = ("--metrics-port", "0", "--log-level", "warning")
-        return await self._stack.enter_async_context(
+        turn = self._starts = self._starts + 1
+        process = await self._stack.enter_async_context(
             service_process(service, *shared, *flags, env=env)
         )
+        self._turns[process.pid] = turn
+        return process
+
+    def _add(self, process: ServiceProcess, processes: list[ServiceProcess]) -> None:
+        insort(processes, process, key=lambda each: self._turns[each.pid])
 
     async def start_tokenizer(
         self, model_dir: Path = DEMO, port: int = 0, tool_format: str = "auto"
     ) -> ServiceProcess:
         flags = ("--model-dir", str(model_dir), "--port", str(port), "--tool-format", tool_format)
         process = await self.start("tokenizer", *flags)
-        self.tokenizers.append(process)
+        self._add(process, self.tokenizers)
         return process
 
     async def start_engine(
         self, *flags: str, port: int = 0, env: Mapping[str, str] | None = None
     ) -> ServiceProcess:
         process = await self.start("engine", "--port", str(port), *flags, env=env)
-        self.engines.append(process)
+        self._add(process, self.engines)
         return process
 
     async def start_router(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
