@@ -275,16 +275,27 @@ class TestEndsOfTheReceiver:
 
     async def test_renewed_lease_lives_on(self) -> None:
         async with pair() as both:
-            receiver_lease, later_one = lease(), lease()
+            renewed, other = lease(), lease()
             stream = both.receiver.stream
-            # One after the other, so that no pause of the test lies between them.
-            await stream.send(reserve(receiver_lease, len(PROMPT), expires_in_ms=500))
-            await stream.send(renew(receiver_lease))
-            await both.reserve(later_one, expires_in_ms=500)
-            await both.receiver.failed(later_one)
+            # In a message: no pause of this process lies between them.
+            await stream.send(
+                reserve(renewed, len(PROMPT), expires_in_ms=100),
+                renew(renewed),
+                reserve(other, len(PROMPT), expires_in_ms=100),
+            )
+            await both.receiver.failed(other)
             assert both.receiver.received.held == 1
-            assert list(stream.handoffs_failed) == [later_one]
-            await stream.send(release(receiver_lease))
+            assert list(stream.handoffs_failed) == [other]
+            await stream.send(release(renewed))
+
+    async def test_renewal_sets_the_end_of_a_granted_lease(self) -> None:
+        async with pair() as both:
+            receiver_lease = lease()
+            await both.reserve(receiver_lease)
+            await both.receiver.stream.send(renew(receiver_lease, expires_in_ms=20))
+            assert (await both.receiver.failed(receiver_lease)).reason == "HANDOFF_FAILED"
+            await both.settled()
+            assert both.receiver.received.expired == 1
 
     async def test_end_of_the_stream(self) -> None:
         async with pair(SLOW) as both:
