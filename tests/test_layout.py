@@ -46,6 +46,7 @@ ROOMS = {
     "chassis": (
         "service",
         "metrics_endpoint",
+        "process_metrics",
         "probe",
         "in_memory",
         "http_server",

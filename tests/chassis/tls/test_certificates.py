@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import Authority
+from certificates import DAY, Authority
 from chassis.tls.conftest import Paper
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.tls.certificates import Certificates
@@ -164,3 +165,23 @@ async def test_a_certificate_waits_for_its_key(
     finally:
         following.cancel()
     assert caplog.text.count("stay in use") == 1
+
+
+@pytest.mark.parametrize("days", [1, 13, 365 * 30], ids="{} days".format)
+def test_the_first_end_of_a_file_is_known(paper: Paper, days: int) -> None:
+    """Beyond 2049 a date has another form."""
+    authority = paper.authority
+    long = authority.issue("long", valid=365 * 40 * DAY)
+    short = authority.issue("short", valid=days * DAY)
+    chain = authority.directory / "chain.pem"
+    chain.write_bytes(long.certificate.read_bytes() + short.certificate.read_bytes())
+    certificates = Certificates(paper.settings(certificate=chain, key=long.key), "engine")
+    ends = [
+        each.not_valid_after_utc.timestamp()
+        for each in x509.load_pem_x509_certificates(chain.read_bytes())
+    ]
+    assert certificates.expiry == {str(chain): min(ends)}
+
+
+def test_a_process_without_a_certificate_has_no_end() -> None:
+    assert Certificates(TlsSettings(), "engine").expiry == {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from prometheus_client import ProcessCollector
+from trtmesh.chassis import process_metrics
 from trtmesh.chassis.metrics import Described, described
-from trtmesh.chassis.service import PROCESS_PREFIX, PROCESS_TABLE
 from trtmesh.engine.handoff.metrics import HANDOFF_TABLE
 from trtmesh.engine.service import metrics as engine
 from trtmesh.router import gauges
@@ -16,7 +17,14 @@ from trtmesh.router.receipts import RECEIPTS
 from trtmesh.router.recorder import RECORDS
 from trtmesh.tokenizer import metrics as tokenizer
 
-EVERY_PROCESS = tuple(described(PROCESS_PREFIX, PROCESS_TABLE))
+OF_LIBRARY = tuple(
+    Described(
+        family.name + "_total" * (family.type == "counter"), family.type, family.documentation
+    )
+    for family in ProcessCollector(registry=None).collect()
+)
+"""Of prometheus_client, under the names that every program has."""
+EVERY_PROCESS = (*described(process_metrics.PREFIX, process_metrics.TABLE), *OF_LIBRARY)
 ROUTER = (
     *described(router.GENAI_PREFIX, router.GENAI_TABLE),
     *described(router.PREFIX, router.TABLE),

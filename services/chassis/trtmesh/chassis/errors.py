@@ -340,6 +340,11 @@ class ErrorRow:
     """The worker is healthy: the error does not use up an attempt of the item."""
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the mesh or its operator causes the error, and not who calls it."""
+        return self.blame not in (Blame.CALLER, Blame.CLIENT)
+
+    @property
     def is_fault(self) -> bool:
         """Whether the error counts against the worker."""
         return self.blame in (Blame.PEER, Blame.DEFECT)

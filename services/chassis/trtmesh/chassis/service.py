@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -18,9 +18,7 @@ import grpc
 import uvloop
 from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from trtmesh.chassis.addresses import listen
 from trtmesh.chassis.errors import STARTUP_ERROR_PREFIX, StartupError
 from trtmesh.chassis.fair.messages import MessageAdmission
@@ -30,8 +28,8 @@ from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.grpc.server.server import Guard
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
-from trtmesh.chassis.metrics import GAUGE, Row, families
 from trtmesh.chassis.metrics_endpoint import metrics_endpoint
+from trtmesh.chassis.process_metrics import ProcessMetrics
 from trtmesh.chassis.settings import load_settings
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.tls.certificates import HTTP_1_1, Certificates
@@ -130,7 +128,9 @@ class _Process:
         self._listen_to_signals()
         certificates = Certificates(self._settings.tls, self._settings.section)
         runtime = Runtime(certificates)
-        runtime.registry.register(Tasks(asyncio.get_running_loop()))
+        metrics = ProcessMetrics(self._settings.section, certificates)
+        runtime.registry.register(metrics)
+        ProcessCollector(registry=runtime.registry)
         service = self._build(self._settings, runtime)
         runtime.health = Health(service.service_names)
         server = GrpcServer(
@@ -143,8 +143,9 @@ class _Process:
             runtime.admission,
         )
         runtime.retire_connections = server.retire_connections
-        following = asyncio.create_task(certificates.follow())
-        following.add_done_callback(partial(_fail_with, runtime))
+        following = [asyncio.create_task(each.follow()) for each in (certificates, metrics)]
+        for task in following:
+            task.add_done_callback(partial(_fail_with, runtime))
         async with metrics_endpoint(
             runtime.registry,
             self._settings.host,
@@ -159,7 +160,8 @@ class _Process:
             finally:
                 await self._stop(service, runtime)
                 await server.stop(grace=0.5)
-                following.cancel()
+                for task in following:
+                    task.cancel()
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -272,26 +274,6 @@ def _fail_with(runtime: Runtime, task: asyncio.Task[Any]) -> None:
     """Ends the process together with a background task, since the end of the task is a defect."""
     if not task.cancelled() and (error := task.exception()) is not None:
         runtime.fail(error)
-
-
-class Tasks(Collector):
-    """Exports the number of tasks, to make leaks visible."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    @property
-    def tasks(self) -> int:
-        return len(asyncio.all_tasks(self._loop))
-
-    def collect(self) -> Iterator[Metric]:
-        yield from families(PROCESS_PREFIX, PROCESS_TABLE, self)
-
-
-PROCESS_PREFIX = "trtmesh_"
-PROCESS_TABLE: tuple[Row[Tasks], ...] = (
-    Row(GAUGE, "tasks", "Unfinished tasks of the event loop."),
-)
 
 
 def _tune_garbage_collector() -> None:

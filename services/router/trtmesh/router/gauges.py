@@ -99,6 +99,8 @@ gauge = partial(Row, GAUGE)
 GAUGES: tuple[Row[Rooms], ...] = (
     gauge("live_requests", "Requests being served.", lambda r: len(r.requests.live)),
     gauge("paused_requests", "Requests paused until their clients read.", lambda r: len(r.requests.paused)),
+    gauge("stalled_sequences", "Sequences without a token since their last one over a second ago.",
+          lambda r: r.requests.stalled_sequences()),
     gauge("live_items", "Items being served.", lambda r: r.admission.live_items),
     gauge("queued_items", "Items queued for a place among the running items of their model.",
           lambda r: r.admission.queued_items),

@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from trtmesh.chassis.errors import ERROR_TABLE
 from trtmesh.chassis.metrics import (
     COUNTER,
     HISTOGRAM,
@@ -54,6 +55,11 @@ UNLISTED = "unlisted"
 """Caller of all keys in no file."""
 
 
+OURS = tuple(row.reason for row in ERROR_TABLE if row.is_ours)
+"""Reasons of items that failed because of the mesh, counted from a model's first request on: a rate needs the count
+before."""
+
+
 class Latencies:
     """What OpenTelemetry's conventions measure of the requests of one model and operation."""
 
@@ -78,6 +84,7 @@ class ModelMetrics:
         self.latencies: dict[str, Latencies] = {}
         """By operation."""
         self.inter_token = Histogram()
+        self.stall = Histogram()
         self.queue = Histogram()
         self.prompt_tokens = Histogram(TOKEN_BUCKETS)
         self.generated_tokens = Histogram(TOKEN_BUCKETS)
@@ -85,7 +92,7 @@ class ModelMetrics:
         self.tokens_out = 0
         self.requests: Counter[tuple[str, str]] = Counter()
         self.finished: Counter[int] = Counter()
-        self.failed: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter(dict.fromkeys(OURS, 0))
 
     def of(self, operation: str) -> Latencies:
         """The latencies of an operation."""
@@ -118,7 +125,7 @@ class RouterMetrics(Collector):
         self.adapter_hits: Counter[str] = Counter()
         self.merged_tokens = 0
         self.client_messages = 0
-        self.slow_clients: Counter[str] = Counter()
+        self.slow_clients: Counter[str] = Counter(coalesced=0, paused=0, cancelled=0)
         self.refused: Counter[tuple[str, str]] = Counter()
         self.caller_items: Counter[str] = Counter()
         self.caller_prompt_tokens: Counter[str] = Counter()
@@ -128,7 +135,7 @@ class RouterMetrics(Collector):
         self.placed: Counter[tuple[str, str]] = Counter()
         self.models: dict[str, ModelMetrics] = {}
         self.moved_decodes = 0
-        self.breaches: Counter[str] = Counter()
+        self.breaches: Counter[str] = Counter(worker=0, tokenizer=0)
         self.unanswered: Counter[str] = Counter()
         self.resumed = 0
         self.bls_draft_failures = 0
@@ -280,6 +287,8 @@ TABLE: tuple[Row[RouterMetrics], ...] = (
     Row(HISTOGRAM, "inter_token_seconds",
         "Seconds between two arrivals of tokens of a sequence: every gap, not the mean of a sequence.",
         _by_model("inter_token"), (MODEL,)),
+    Row(HISTOGRAM, "stall_seconds", "Longest seconds between two arrivals of tokens of a sequence, at its end.",
+        _by_model("stall"), (MODEL,)),
     Row(HISTOGRAM, "queue_seconds", "Seconds from the admission of a request to the dispatch of an item.",
         _by_model("queue"), (MODEL,)),
     Row(HISTOGRAM, "prompt_tokens_per_item", "Prompt tokens of an item.", _by_model("prompt_tokens"), (MODEL,)),

@@ -14,7 +14,7 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fair.turns import Handshakes
 from trtmesh.chassis.resting_file import RestingFile
 from trtmesh.chassis.tls.client import H2, ClientTls, PeerTls
-from trtmesh.chassis.tls.pem import OwnCertificate, PemFile, server_context
+from trtmesh.chassis.tls.pem import OwnCertificate, PemFile, first_end, server_context
 from trtmesh.chassis.tls.settings import TlsSettings
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class _Contexts:
     servers: Mapping[Sequence[str], ssl.SSLContext]
     """By protocols; empty without a certificate."""
     peers: PeerTls | None
+    expiry: Mapping[str, float]
 
 
 class Certificates:
@@ -79,6 +80,11 @@ class Certificates:
     def peers(self) -> PeerTls | None:
         """TLS of connections to other processes; None for plain text."""
         return self._contexts.peers
+
+    @property
+    def expiry(self) -> Mapping[str, float]:
+        """Unix time at which the first certificate of the own file ends, by file; empty without one."""
+        return self._contexts.expiry
 
     @property
     def peer_files(self) -> ClientTls | None:
@@ -131,6 +137,7 @@ class Certificates:
         settings = self._settings
         peers = self.peer_files
         servers: dict[Sequence[str], ssl.SSLContext] = {}
+        expiry: dict[str, float] = {}
         if settings.certificate is not None:
             certificate = self._file("certificate", settings.certificate)
             key = self._file("key", settings.key) if settings.key else certificate
@@ -140,7 +147,8 @@ class Certificates:
             for protocols in ((H2,), (HTTP_1_1,), (HTTP_1_1, H2)):
                 own = OwnCertificate(certificate, key)
                 servers[protocols] = server_context(own, ca, protocols, required=required)
-        return _Contexts(servers, peers.peer_tls() if peers else None)
+            expiry[str(certificate.path)] = first_end(certificate.certificates())
+        return _Contexts(servers, peers.peer_tls() if peers else None, expiry)
 
     def _file(self, name: str, path: Path) -> PemFile:
         return PemFile(path, self._prefix + name)

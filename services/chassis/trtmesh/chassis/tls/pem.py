@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +16,12 @@ TLS_1_2_SUITES = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Forward secrecy and authenticated encryption; every suite of TLS 1.3 has both."""
 
 _CERTIFICATE, _KEY, _ENCRYPTED = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY-----", b"ENCRYPTED"
+_CERTIFICATES = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+
+_VERSION, _UTC_TIME = 0xA0, 0x17
+"""Tags of DER."""
+_LONGEST_SHORT = 0x7F
+"""Bytes of content, up to which one byte tells the length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,37 @@ def server_context(
         _trust(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
     return context
+
+
+def first_end(pem: bytes) -> float:
+    """Returns the Unix time at which the first of the certificates ends. OpenSSL must have read them before."""
+    return min(map(_end, _CERTIFICATES.findall(pem.decode("ascii", "replace"))))
+
+
+def _end(pem: str) -> float:
+    """Reads notAfter of RFC 5280, which Python shows of the certificates of peers alone."""
+    ((_, certificate),) = _elements(ssl.PEM_cert_to_DER_cert(pem))
+    (_, signed), *_ = _elements(certificate)
+    fields = _elements(signed)
+    has_version = fields[0][0] == _VERSION
+    # After the serial number, the algorithm and the issuer.
+    _, validity = fields[3 + has_version]
+    _, (tag, text) = _elements(validity)
+    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+    return datetime.strptime(text.decode(), form).replace(tzinfo=UTC).timestamp()
+
+
+def _elements(der: bytes) -> list[tuple[int, bytes]]:
+    """The elements in a value of DER: tag and content."""
+    found, at = [], 0
+    while at < len(der):
+        tag, size, at = der[at], der[at + 1], at + 2
+        if size > _LONGEST_SHORT:
+            begin, at = at, at + (size & _LONGEST_SHORT)
+            size = int.from_bytes(der[begin:at])
+        found.append((tag, der[at : at + size]))
+        at += size
+    return found
 
 
 def client_context(

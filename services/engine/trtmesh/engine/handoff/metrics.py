@@ -50,6 +50,16 @@ class HandoffMetrics:
         return {"sent": load.sent_handoffs.held, "received": load.received_handoffs.held}
 
     @property
+    def leases(self) -> dict[tuple[str, str], int]:
+        """Of one report, so that granted leases are the held and the ended ones."""
+        load = self._load
+        return {
+            (side, event): getattr(counts, event)
+            for side, counts in (("sent", load.sent_handoffs), ("received", load.received_handoffs))
+            for event in ("granted", *(outcome.value for outcome in Outcome))
+        }
+
+    @property
     def quarantined_blocks(self) -> int:
         return self._load.quarantined_blocks
 
@@ -62,6 +72,8 @@ OUTCOME = Label("outcome", "`consumed`, `released`, `expired`")
 HANDOFF_TABLE: tuple[Row[HandoffMetrics], ...] = (
     Row(COUNTER, "handoffs", "Leases that ended.", labels=(SIDE, TRANSPORT, OUTCOME)),
     Row(COUNTER, "handoff_bytes", "Bytes of KV transferred.", labels=(SIDE, TRANSPORT)),
+    Row(COUNTER, "leases", "Leases granted, and those that ended by outcome; the others are held.",
+        labels=(SIDE, Label("event", "`granted`, `consumed`, `released`, `expired`"))),
     Row(GAUGE, "held_leases", "Leases without an outcome.", labels=(SIDE,)),
     Row(HISTOGRAM, "handoff_transfer_seconds",
         "Seconds from the first part of a fetch to the end of its last read, on the receiver.", "transfer"),

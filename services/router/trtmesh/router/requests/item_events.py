@@ -66,6 +66,8 @@ class ItemEvents:
 
     def sequence_finished(self, run: SequenceRun, state: bytes | None = None) -> None:
         """A sequence ended; `state` is that of a first half."""
+        if run.times.longest_gap:
+            self._of_model.stall.observe(run.times.longest_gap)
         event = router_pb.GenerateEvent(sequence_index=run.sequence_index)
         finished = event.sequence_finished
         finished.reason, finished.generated_tokens = run.reason, len(run.token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from time import monotonic
 from typing import TypeAlias
 
 from trtmesh.chassis.errors import (
@@ -27,6 +28,9 @@ from trtmesh.router.values.resumption import NOTHING, Received
 
 RETRY_MS = 1000
 """Time after which a balancer hardly sends a client here again."""
+
+STALL_SECONDS = 1.0
+"""Time without a token after which a sequence counts as stalled."""
 
 RequestKey: TypeAlias = tuple[str, str]
 """Name of the owner, and id. Another caller's request is not found, as if it did not exist."""
@@ -233,6 +237,17 @@ class Requests:
             self._none_unread_until = now + self._client_limits.unread_seconds - longest
         for live in looked_at:
             live.pace.judge(now)
+
+    def stalled_sequences(self) -> int:
+        """Sequences whose last token came long ago, without those whose client does not read. Called on any thread."""
+        since = monotonic() - STALL_SECONDS
+        return sum(
+            0.0 < run.times.last_token < since and not run.over
+            for live in [*self.live.values()]
+            if not live.pace.paused
+            for item in [*live.items]
+            for run in item.sequences
+        )
 
     def send_away(self) -> None:
         """Ends the calls of all live requests; their clients may resume on another router."""

@@ -245,6 +245,8 @@ class SequenceTimes:
     """First report of an empty queue on the current worker; 0 while the sequence may be queued there."""
     first_token: float = 0.0
     last_token: float = 0.0
+    longest_gap: float = 0.0
+    """Of two tokens."""
     patience: float = 1.0
     """Factor on the deadlines for the next wait."""
     stays_until: float = 0.0
@@ -259,7 +261,10 @@ class SequenceTimes:
         """Counts `count` tokens received at `now`."""
         metrics.tokens_out += count
         if self.last_token:
-            metrics.inter_token.observe(now - self.last_token)
+            gap = now - self.last_token
+            metrics.inter_token.observe(gap)
+            if gap > self.longest_gap:
+                self.longest_gap = gap
         else:
             seconds = now - self.arrival
             self.latencies.time_to_first_token.observe(seconds, trace_id=self.trace_id)
