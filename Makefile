@@ -15,7 +15,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install \
 	--root-user-action=ignore --no-compile $(PIP_ARGS) -c constraints.txt
 # models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
-TYPED := services tools protos/generate.py protos/fields_module.py protos/triton_tensors.py deploy/requirements.py docs/settings.py docs/metrics.py docs/limits.py docs/build.py bench tests
+TYPED := services tools protos/generate.py protos/fields_module.py protos/triton_tensors.py deploy docs/settings.py docs/metrics.py docs/limits.py docs/build.py bench tests
 INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 # Environments of engines and gateways that are not ours.
