@@ -71,3 +71,20 @@ async def test_an_unknown_service_may_become_known() -> None:
         assert await told(wire) == NOT_SERVING
         await health.tell("adapters", "")
         assert await told(wire) == SERVING
+
+
+async def test_a_process_without_progress_is_live() -> None:
+    """Orchestrators that restart by `live` leave a busy, loading or draining process alone."""
+    async with process() as (example, health), wired(example) as live, wired(example) as ready:
+        watch(live, "live")
+        watch(ready)
+        assert (await told(live), await told(ready)) == (SERVING, NOT_SERVING)
+        await health.well("start")
+        assert await told(ready) == SERVING
+        await health.unwell("progress", "no step for 10 s")
+        assert await told(ready) == NOT_SERVING
+        watch_again = health_pb2.HealthCheckRequest(service="live").SerializeToString()
+        live.send(live.call(3, changes=WATCH), live.data(3, watch_again))
+        data = (await live.next(FrameType.DATA, stream=3)).payload
+        answer = health_pb2.HealthCheckResponse.FromString(data[len(message(b"")) :])
+        assert answer.status == SERVING

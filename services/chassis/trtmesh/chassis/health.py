@@ -17,6 +17,9 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
+LIVE = "live"
+"""Service that is SERVING whenever the event loop answers. Orchestrators restart by it, and never for a busy model."""
+
 
 class _Statuses(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped library
     """Serves the statuses of services.
@@ -67,6 +70,7 @@ class Health:
 
     async def register(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._statuses, server)
+        self._statuses.set(LIVE, _SERVING)
         await self._publish()
 
     @property

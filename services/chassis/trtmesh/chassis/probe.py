@@ -1,5 +1,6 @@
-"""Checks the health of a service: `python -m trtmesh.chassis.probe 127.0.0.1:8001` exits with 0 if serving.
+"""Checks the health of a process: `python -m trtmesh.chassis.probe 127.0.0.1:8001` exits with 0 if serving.
 
+A second word names a service of grpc.health.v1; `live` is SERVING as long as the process answers, be it busy or loading.
 The container images have no other gRPC client for their health checks. TRTMESH_TLS_CA and similar variables
 (`tls/client.py`) turn TLS on.
 """
@@ -21,13 +22,13 @@ from trtmesh.chassis.tls.client import ClientTls
 PATIENCE_SECONDS = 3.0
 
 
-def main(address: str) -> int:
-    """Prints the status of the service at `address`; returns 0 for SERVING, else 1."""
+def main(address: str, service: str = "") -> int:
+    """Prints the status of `service`, '' for the whole process, at `address`; returns 0 for SERVING, else 1."""
     try:
         check_address(address)
         tls = ClientTls.of_environment(os.environ)
         with _channel(address, tls) as channel:
-            return _check(address, channel)
+            return _check(address, channel, service)
     except SettingsError as error:
         print(error)
         return 1
@@ -39,10 +40,11 @@ def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
     return grpc.secure_channel(address, tls.credentials(), tls.channel_options())
 
 
-def _check(address: str, channel: grpc.Channel) -> int:
+def _check(address: str, channel: grpc.Channel, service: str) -> int:
     health = health_pb2_grpc.HealthStub(channel)
     try:
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS)
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = health.Check(request, timeout=PATIENCE_SECONDS)
     except grpc.RpcError as error:
         found = connection_error(address, error.details() or "")
         print(found or f"{address} does not respond: {error.code().name}: {error.details()}")
@@ -51,7 +53,7 @@ def _check(address: str, channel: grpc.Channel) -> int:
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
 
 
-USAGE = "usage: python -m trtmesh.chassis.probe HOST:PORT"
+USAGE = "usage: python -m trtmesh.chassis.probe HOST:PORT [SERVICE]"
 
 
 def run(*words: str) -> int:
@@ -59,10 +61,10 @@ def run(*words: str) -> int:
     if {"-h", "--help"} & {*words}:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
-    if len(words) != 1 or words[0].startswith("-"):
+    if len(words) not in (1, 2) or words[0].startswith("-"):
         print(f"{USAGE}; --help tells more", file=sys.stderr)
         return 2
-    return main(words[0])
+    return main(*words)
 
 
 if __name__ == "__main__":
