@@ -139,10 +139,11 @@ tensorrt-llm-test:  ## Run the TensorRT-LLM backend over the real library, besid
 	    sys.exit("%s lacks %s; see services/engine/README.md" % (sys.executable, ", ".join(lacks)) if lacks else 0)'
 	$(or $(LIBRARY_PYTHON),python3) -m pytest -v -rs -m tensorrt_llm --timeout=0 tests/engine/tensorrt_llm/test_library.py
 
-images:  ## Build the images of the three services and print their sizes
+images:  ## Build the images of the three services and of the demo model, and print their sizes
 	@for service in router tokenizer engine; do \
 	    $(CONTAINER_ENGINE) build $(BUILD_ARGS) -t localhost/trtmesh/$$service:$(TAG) -f $(CONTEXT)/deploy/$$service.Dockerfile $(CONTEXT) || exit 1; \
 	done
+	@$(CONTAINER_ENGINE) build $(BUILD_ARGS) -t localhost/trtmesh/demo-model:$(TAG) -f $(CONTEXT)/deploy/model.Dockerfile $(CONTEXT)/models/demo
 	@$(CONTAINER_ENGINE) images --filter reference='localhost/trtmesh/*' --format '{{.Repository}}:{{.Tag}} {{.Size}}'
 
 compose-up: images  ## Start the stack of deploy/docker-compose.yml, one container a service

@@ -17,8 +17,13 @@ def has_public(name: str) -> bool:
     return VARIABLE in os.environ and (Path(os.environ[VARIABLE]) / name).is_file()
 
 
-def public_json(name: str) -> Any:
-    """The content of a file; skips the test where it is absent."""
+def public_file(name: str) -> Path:
+    """The path of a file; skips the test where it is absent."""
     if not has_public(name):
         pytest.skip(f"{VARIABLE} names no directory with {name}")
-    return json.loads((Path(os.environ[VARIABLE]) / name).read_text(encoding="utf-8"))
+    return Path(os.environ[VARIABLE]) / name
+
+
+def public_json(name: str) -> Any:
+    """The content of a file; skips the test where it is absent."""
+    return json.loads(public_file(name).read_text(encoding="utf-8"))

@@ -6,7 +6,9 @@ import pytest
 from trtmesh.chassis.probe import run
 
 
-@pytest.mark.parametrize(("words", "status"), [(("--help",), 0), ((), 2), (("a:1", "live", "b"), 2)])
+@pytest.mark.parametrize(
+    ("words", "status"), [(("--help",), 0), ((), 2), (("a:1", "live", "b"), 2)]
+)
 def test_probe_explains_itself(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], status: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Workers over several nodes: the Slurm script and the LeaderWorkerSet, with launchers that print what they get."""
+"""Workers over several nodes: the Slurm script and the chart's LeaderWorkerSet, with launchers that print words."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from deploy.chart import EXAMPLES, Pod, named, pods, render, selects, settings_of
 from trtmesh.chassis.settings import load_settings
 from trtmesh.engine.settings import EngineSettings
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "deploy" / "slurm" / "engine.sbatch"
-KUBERNETES = ROOT / "deploy" / "leaderworkerset.yaml"
 LAUNCHER = "#!/bin/bash\nprintf '%s\\n' \"$@\"\n"
 
 
@@ -62,27 +60,30 @@ def test_slurm_names_what_is_missing(programs: dict[str, str]) -> None:
     assert "CONFIG: the configuration file" in result.stderr
 
 
-def documents() -> dict[str, Any]:
-    return {each["kind"]: each for each in yaml.safe_load_all(KUBERNETES.read_text())}
+def groups() -> tuple[Pod, Pod]:
+    """The leader and the other pods of a group."""
+    leader, ranks = (
+        pod for pod in pods(render(EXAMPLES["nodes"])) if pod.owner["kind"] == "LeaderWorkerSet"
+    )
+    return leader, ranks
 
 
 def test_scripts_are_bash() -> None:
-    group = documents()["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
     scripts = [SLURM.read_text()]
-    for role in ("leaderTemplate", "workerTemplate"):
-        (container,) = group[role]["spec"]["containers"]
-        assert container["command"] == ["bash", "-c"]
-        scripts += container["args"]
+    for pod in groups():
+        assert pod.container["command"] == ["bash", "-c"]
+        scripts += pod.container["args"]
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_leader_starts_the_ranks_of_its_group(programs: dict[str, str]) -> None:
-    group = documents()["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
-    (leader,) = group["leaderTemplate"]["spec"]["containers"]
+def test_leader_starts_the_ranks_of_its_group(programs: dict[str, str], tmp_path: Path) -> None:
+    leader, _ = groups()
     # The keys are those of the secret.
-    script = re.sub(r"^install .*$", "mkdir -p ~/.ssh", leader["args"][0], flags=re.MULTILINE)
-    variables = {each["name"]: each["value"] for each in leader["env"]}
+    script = re.sub(
+        r"^install .*$", "mkdir -p ~/.ssh", leader.container["args"][0], flags=re.MULTILINE
+    )
+    variables = {each["name"]: each["value"] for each in leader.container["env"]}
     variables |= {"LWS_LEADER_ADDRESS": "e-0.e.default", "LWS_GROUP_SIZE": "3"}
     result = run(["bash", "-c", script], programs | variables)
     assert result.returncode == 0, result.stderr
@@ -90,23 +91,19 @@ def test_leader_starts_the_ranks_of_its_group(programs: dict[str, str]) -> None:
     assert words[words.index("-np") + 1] == "24"
     hosts = "e-0.e.default:8,e-0-1.e.default:8,e-0-2.e.default:8"
     assert words[words.index("--host") + 1] == hosts
-    check_engine(words, "/config/mesh.yaml")
+    at = words.index("trtllm-llmapi-launch")
+    assert words[at + 1 : at + 4] == ["python3", "-m", "trtmesh.engine"]
+    # What bash makes of the script is what the chart's tests read there.
+    assert words[at + 4 :] == leader.flags
+    settings = settings_of(leader, render(EXAMPLES["nodes"]), tmp_path)
+    assert isinstance(settings, EngineSettings)
+    assert (settings.backend, settings.port) == ("tensorrt_llm", 9101)
 
 
-def test_parts_of_the_set_fit_each_other() -> None:
-    both = documents()
-    service, group = both["Service"], both["LeaderWorkerSet"]
-    name = group["metadata"]["name"]
-    selector = service["spec"]["selector"]
-    assert selector["leaderworkerset.sigs.k8s.io/name"] == name
-    template = group["spec"]["leaderWorkerTemplate"]
-    labels = template["leaderTemplate"]["metadata"]["labels"]
-    assert selector.items() - {("leaderworkerset.sigs.k8s.io/name", name)} <= labels.items()
-    (leader,) = template["leaderTemplate"]["spec"]["containers"]
-    assert leader["ports"][0]["containerPort"] == service["spec"]["ports"][0]["port"]
-    for role in ("leaderTemplate", "workerTemplate"):
-        spec = template[role]["spec"]
-        (container,) = spec["containers"]
-        mounted = {each["name"] for each in container["volumeMounts"]}
-        assert mounted == {each["name"] for each in spec["volumes"]}
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == leader["env"][0]["value"]
+def test_the_leader_alone_is_found_by_routers() -> None:
+    leader, ranks = groups()
+    service = named(render(EXAMPLES["nodes"]), "Service", leader.name)
+    assert selects(service["spec"]["selector"], leader)
+    assert not selects(service["spec"]["selector"], ranks)
+    devices = [pod.container["resources"]["limits"]["nvidia.com/gpu"] for pod in (leader, ranks)]
+    assert devices == ["8", "8"]

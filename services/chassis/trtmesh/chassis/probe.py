@@ -1,7 +1,7 @@
 """Checks the health of a process: `python -m trtmesh.chassis.probe 127.0.0.1:8001` exits with 0 if serving.
 
-A second word names a service of grpc.health.v1; `live` is SERVING as long as the process answers, be it busy or loading.
-The container images have no other gRPC client for their health checks. TRTMESH_TLS_CA and similar variables
+A second word names a service of grpc.health.v1; `live` is SERVING as long as the process answers, busy or loading. The
+container images have no other gRPC client for their health checks. TRTMESH_TLS_CA and similar variables
 (`tls/client.py`) turn TLS on.
 """
 
