@@ -290,10 +290,10 @@ def test_a_pool_beside_others_wakes_by_the_queue_and_an_empty_mesh_by_any_reques
         }
 
     burst = waking(EXAMPLES["autoscaling"], "burst")
-    assert not any("live_items" in query for query in burst)
+    assert not any("trtmesh_router_waiting" in query for query in burst)
     assert [most for query, most in burst.items() if "router_queue_seconds" in query] == ["2"]
     rare = waking(EXAMPLES["from-zero"], "rare")
-    assert [most for query, most in rare.items() if "live_items" in query] == ["0"]
+    assert [most for query, most in rare.items() if "trtmesh_router_waiting" in query] == ["0"]
 
 
 # A small model of NetworkPolicies, enough for those of the chart.
