@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
+from prometheus_client.registry import Collector
 from trtmesh.chassis.errors import PortInUse
-from trtmesh.chassis.metrics_endpoint import LIMITS, REST, metrics_endpoint
+from trtmesh.chassis.metrics import HISTOGRAM, Histogram, Row, families
+from trtmesh.chassis.metrics_endpoint import (
+    LIMITS,
+    OPEN_METRICS,
+    PLAIN_TEXT,
+    REST,
+    metrics_endpoint,
+)
 
 
 def counting() -> CollectorRegistry:
@@ -38,18 +49,74 @@ async def test_endpoint_serves_the_registry() -> None:
         await scraped(port)
 
 
-async def test_additional_metrics_follow_the_registry() -> None:
-    """Both parts are plain text, whatever format the scraper accepts."""
-    wishes = {"Accept": "application/openmetrics-text", "Accept-Encoding": "gzip"}
+MORE = """\
+# TYPE own counter
+own{name="le=\\"1\\""} 7
+# TYPE sizes histogram
+sizes_bucket{le="10"} 1
+sizes_bucket{le="+Inf"} 2
+sizes_count 2
+sizes_sum 30
+"""
+
+
+class Traced(Collector):
+    """A histogram with a sampled observation."""
+
+    def __init__(self) -> None:
+        self.waits_seconds = Histogram((1.0,))
+        self.waits_seconds.observe(0.5, trace_id="c" * 32)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from families("own_", (Row(HISTOGRAM, "waits_seconds", "Waits."),), self)
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_open"),
+    [
+        ("*/*", False),
+        ("text/plain;version=0.0.4", False),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2", True),
+        ("application/openmetrics-text;version=x", True),
+    ],
+)
+async def test_additional_metrics_follow_the_registry(accept: str, is_open: bool) -> None:
+    """In the format of the scraper; exemplars are for those that name OpenMetrics."""
+    registry = counting()
+    registry.register(Traced())
     async with (
-        metrics_endpoint(counting(), "127.0.0.1", 0, lambda: "own 7\n") as port,
-        aiohttp.ClientSession(headers=wishes) as session,
+        metrics_endpoint(registry, "127.0.0.1", 0, lambda: MORE) as port,
+        aiohttp.ClientSession(headers={"Accept": accept, "Accept-Encoding": "gzip"}) as session,
         session.get(url(port)) as response,
     ):
-        lines = (await response.text()).splitlines()
-        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    assert "things_total 3.0" in lines
-    assert lines[-1] == "own 7"
+        page = await response.text()
+        assert response.headers["Content-Type"].startswith(OPEN_METRICS if is_open else PLAIN_TEXT)
+    assert "\nthings_total 3.0\n" in page
+    assert (f'# {{trace_id="{"c" * 32}"}} 0.5' in page) == is_open
+    if not is_open:
+        assert page.endswith(MORE)
+        return
+    families_of = open_families(page)  # type: ignore[no-untyped-call] # of the library
+    samples = [each for family in families_of for each in family.samples]
+    assert {(each.name, each.labels.get("le")) for each in samples} >= {
+        ("own", None),
+        ("sizes_bucket", "10.0"),
+        ("own_waits_seconds_bucket", "1.0"),
+    }
+    assert 'own{name="le=\\"1\\""} 7' in page
+
+
+async def test_formats_do_not_mix() -> None:
+    async with metrics_endpoint(counting(), "127.0.0.1", 0) as port:
+        pages = []
+        for accept in ("text/plain", "application/openmetrics-text") * 2:
+            async with (
+                aiohttp.ClientSession(headers={"Accept": accept}) as session,
+                session.get(url(port)) as response,
+            ):
+                pages.append((await response.text()).endswith("# EOF\n"))
+    assert pages == [False, True] * 2
 
 
 async def test_endpoint_without_a_port_is_off() -> None:

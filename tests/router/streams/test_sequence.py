@@ -16,7 +16,7 @@ from trtmesh.chassis.vocabulary import Prompt
 from trtmesh.client.events import Tokens, events_of
 from trtmesh.client.options import build_config
 from trtmesh.client.results import SequenceResult
-from trtmesh.router.metrics import Latencies
+from trtmesh.router.metrics import Latencies, ModelMetrics
 from trtmesh.router.streams.client_stream import ClientStream, WriteScheduler, as_response
 from trtmesh.router.streams.sequence import Delivery, End, SequenceRun, SequenceTimes
 from trtmesh.router.tokenizers.decoding import DecodedSequence
@@ -454,3 +454,19 @@ async def rewrite(
     assert log_probs == known[:count]
     assert (run.stop_text is not None) == found
     assert stream or len(result.chunks) <= 1
+
+
+def test_latencies_are_those_of_the_tokens_seen_here() -> None:
+    """Of a sampled request, with exemplars; tokens from another router count for no time."""
+    latencies, trace = Latencies(), "a" * 32
+    times = SequenceTimes(10.0, latencies, trace, received=2)
+    for count, now in ((1, 10.5), (3, 11.0), (1, 12.5)):
+        times.on_tokens(count, now, ModelMetrics())
+    times.on_finished(7)
+    first, each = latencies.time_to_first_token, latencies.time_per_output_token
+    assert (first.sum, each.sum) == (0.5, 0.5)
+    for histogram in (first, each):
+        (exemplar,) = filter(None, (bucket[2] for bucket in histogram.exemplars()))
+        assert (exemplar.labels, exemplar.value) == ({"trace_id": trace}, 0.5)
+    SequenceTimes(10.0, latencies).on_finished(1)
+    assert each.buckets()[-1][1] == 1

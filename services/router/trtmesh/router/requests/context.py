@@ -51,8 +51,6 @@ class RequestContext:
 
     mesh: Mesh
     latencies: Latencies
-    trace_id: str
-    """The trace of a sampled request, in 32 hexadecimal digits, or ''."""
     owner: str
     """Name of the caller."""
     request_id: str
@@ -72,6 +70,8 @@ class RequestContext:
     starting: StartQueue
     running: StartQueue
     """Turns of items before and after their first dispatch."""
+    trace_id: str = ""
+    """The trace of a sampled request, in 32 hexadecimal digits, for exemplars; '' for others."""
 
     def age_seconds(self) -> float:
         return asyncio.get_running_loop().time() - self.arrival_time

@@ -36,7 +36,7 @@ class ItemEvents:
     def __init__(self, batch_index: int, context: RequestContext) -> None:
         self._batch_index = batch_index
         self._owner = context.owner
-        self._request_id = context.request_id
+        self._request_id, self._trace_id = context.request_id, context.trace_id
         self._client = context.client
         self._metrics = context.mesh.metrics
         self._of_model = self._metrics.of(context.model)
@@ -55,7 +55,7 @@ class ItemEvents:
     ) -> None:
         """The first worker took the item."""
         self._of_model.tokens_in += len(token_ids)
-        self._of_model.queue.observe(queue_seconds)
+        self._of_model.queue.observe(queue_seconds, trace_id=self._trace_id)
         self._of_model.prompt_tokens.observe(len(token_ids))
         event = router_pb.GenerateEvent(batch_index=self._batch_index)
         started = event.item_started

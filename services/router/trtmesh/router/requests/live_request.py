@@ -73,7 +73,6 @@ class LiveRequest:
             latencies=mesh.metrics.of(admitted.model).of(
                 CHAT if request.is_chat else TEXT_COMPLETION
             ),
-            trace_id="",
             request_id=request.request_id,
             model=admitted.model,
             drawn_seed=seed,
