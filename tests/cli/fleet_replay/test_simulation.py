@@ -234,3 +234,24 @@ def test_conditional_choice_is_close_to_the_best_fixed_one() -> None:
             for how in ("auto", "always", "never")
         )
         assert auto < 1.05 * min(always, never)
+
+
+def test_routers_that_learn_from_workers_alone_reuse_nearly_as_much_as_one() -> None:
+    arrivals = shared_prefixes()
+    one, eight = (
+        replay(arrivals, "prefix_aware", FleetModel(workers=12, routers=routers))
+        for routers in (1, 8)
+    )
+    assert sum(eight.items_by_worker) == eight.items == 600
+    assert 0.9 * one.reused_tokens < eight.reused_tokens
+    assert 0 < eight.index_blocks <= eight.kv_event_blocks
+    assert max(eight.busy_by_worker) <= eight.seconds
+
+
+def test_times_are_of_each_item_in_its_order() -> None:
+    arrivals = shared_prefixes(100)
+    slow = replace(arrivals[50], new_tokens=2000)
+    outcome = replay([*arrivals[:50], slow, *arrivals[51:]], "auto", FleetModel(workers=6))
+    assert max(outcome.end_seconds) == outcome.end_seconds[50]
+    pairs = zip(outcome.first_token_seconds, outcome.end_seconds, strict=True)
+    assert all(first <= end for first, end in pairs)

@@ -16,6 +16,8 @@ class FleetModel:
     """The simulated fleet; all workers are equal."""
 
     workers: int = 4
+    routers: int = 1
+    """Each gets its share of the items, in turn, and learns of the others' from the workers."""
     prefill_tokens_per_second: float = 8000.0
     step_seconds: float = 0.010
     step_seconds_per_sequence: float = 0.00035
@@ -41,6 +43,8 @@ class FleetModel:
     """Bytes of a token's KV: 32 layers, 8 KV heads of 128 elements, BF16."""
     kv_bytes_per_second: float = 2e9
     """Bytes of KV that a worker receives per second."""
+    index_blocks: int = 10_000_000
+    """Most blocks in a router's KV index."""
     handoff_seconds: float = FALLBACK_HANDOFF_SECONDS
     """Time of a handoff's messages."""
 
@@ -64,9 +68,21 @@ class ReplayResult:
     items_by_worker: tuple[int, ...]
     computed_by_worker: tuple[int, ...]
     first_token_seconds: tuple[float, ...]
+    """Of each item, as `end_seconds`."""
     end_seconds: tuple[float, ...]
     gap_seconds: tuple[float, ...]
     """Mean time between the tokens of each item with several."""
+    busy_by_worker: tuple[float, ...]
+    """Seconds with sequences."""
+    seconds: float
+    """From the first arrival to the last end."""
+    kv_events: int
+    """Reports of blocks stored or removed, to each router."""
+    kv_event_blocks: int
+    """Blocks in them."""
+    index_blocks: int
+    """Blocks known to a router at the end, the largest index, counted once per holder; `index_bytes` is its memory."""
+    index_bytes: int
     has_roles: bool
     handoffs: int
     adapter_items: int

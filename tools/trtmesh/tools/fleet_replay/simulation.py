@@ -7,7 +7,8 @@ engine, with the scheduler of every backend, in virtual time (worker.py):
 * the KV of an item with two workers is received beside the computation, one item after another, in blocks that were
   reserved before; without room for them the second worker computes the prompt, too;
 * adapters are delivered one after another to host memory, and copied to a slot on the device before an item runs;
-* load reports come at a fixed interval.
+* load reports come at a fixed interval;
+* every router has its own KV index, bookings and rates, and gets every event and report of every worker.
 
 Left out: siblings, slow start, the breaker, admission limits, every sequence of an item but the first, and lost or
 unequal workers. A worker's pool holds the longest item, however small the fleet's model says it is.
@@ -15,7 +16,7 @@ unequal workers. A worker's pool holds the longest item, however small the fleet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -46,7 +47,7 @@ from trtmesh.router.placement import (
     WorkerSnapshot,
     place_split,
 )
-from trtmesh.router.placement.load_guard import Booking, Reservation
+from trtmesh.router.placement.load_guard import Booking, LoadGuard, Reservation
 from trtmesh.router.placement.rates import Ewma, Typical, typical_of
 from trtmesh.router.placement.shares import AdapterShares
 from trtmesh.router.placement.split import LAST_PART
@@ -77,6 +78,7 @@ class _Item:
     names: list[int]
     """Of the full blocks of the prompt."""
     adapter: AdapterNeed | None
+    router: _Router
     booking: Booking
     """On the worker where the item is, or where it is sent."""
     decode: _Leg | None = None
@@ -114,6 +116,93 @@ def replay(
     return simulation.outcome(arrivals)
 
 
+class _Router:
+    """What one router knows, and its placements."""
+
+    def __init__(
+        self, workers: Mapping[str, ReplayedWorker], policy: str, model: FleetModel, seed: int
+    ) -> None:
+        self.index = KvIndex(model.index_blocks)
+        self.guards = {a: LoadGuard(partial(self._touch, a)) for a in workers}
+        self.new_tokens = Ewma()
+        self._workers = workers
+        self._policy = policy
+        self._model = model
+        self._has_roles = {*model.roles} != {Role.MIXED}
+        self._random = Random(seed)  # noqa: S311 - chance that must be repeatable
+        self._turns = count(1)
+        self._last_turns = dict.fromkeys(workers, 0)
+        self._shares = AdapterShares()
+        self._typical = Typical()
+        self._snapshots: dict[str, WorkerSnapshot] = {}
+        self._touched = {*workers}
+
+    def place(
+        self, arrival: Arrival, names: list[int], block_tokens: int, *, prefixes: bool
+    ) -> Decision:
+        """Decides on an item; `names` are its blocks."""
+        now = arrival.seconds
+        found = self.index.match(names, now) if prefixes else {}
+        most = arrival.prompt_tokens - 1
+        query = PlacementQuery(
+            model=MODEL,
+            has_roles=self._has_roles,
+            handoff_seconds=self._typical.handoff_seconds,
+            adapter=self._need(arrival),
+            prompt_tokens=arrival.prompt_tokens,
+            new_tokens=round(self._typical.new_tokens),
+            cached_tokens={a: min(n * block_tokens, most) for a, n in found.items()},
+            prefix=names[0] if prefixes and arrival.blocks else None,
+            draw=self._random.getrandbits(32),
+        )
+        decision = place_split(self._policy, self._fleet(now), query, self._model.handoff)
+        self._shares.add(query.adapter, query.new_tokens * decision.chosen.step_seconds, now)
+        return decision
+
+    def take_turn(self, address: str) -> None:
+        """Notes a placement on a worker."""
+        self._last_turns[address] = next(self._turns)
+        self._touched.add(address)
+
+    def refresh(self) -> None:
+        """Updates the typical rates, as a router does now and then."""
+        rates = [guard.rates for guard in self.guards.values()]
+        self._typical = typical_of(rates, self.new_tokens.value)
+        takers = tuple((w.address, w.adapters.slots.slots) for w in self._workers.values())
+        self._shares.settle(takers, self._typical)
+        self._touched.update(self._workers)
+
+    def _touch(self, address: str) -> None:
+        self._touched.add(address)
+
+    def _need(self, arrival: Arrival) -> AdapterNeed | None:
+        if not arrival.adapter:
+            return None
+        need = named(arrival.adapter, number_of(arrival.adapter), arrival.adapter_rank)
+        return replace(need, outlook=self._shares.outlook(need, self._typical))
+
+    def _fleet(self, now: float) -> tuple[WorkerSnapshot, ...]:
+        """The workers at this moment; only those with news are read again, as in a router."""
+        model = self._model
+        for address in self._touched:
+            load = self.guards[address].figures(
+                self._typical, model.max_batch_size, model.kv_token_bytes, now
+            )
+            self._snapshots[address] = WorkerSnapshot(
+                address=address,
+                worker=address,
+                model=MODEL,
+                problem="",
+                supported_fields=frozenset(),
+                last_turn=self._last_turns[address],
+                role=self._workers[address].role,
+                kv=KV,
+                **load,
+            )
+        self._touched.clear()
+        return tuple(self._snapshots[address] for address in self._workers)
+
+
 class _Simulation:
     def __init__(
         self, arrivals: Sequence[Arrival], policy: str, model: FleetModel, seed: int
@@ -122,7 +211,6 @@ class _Simulation:
         self._policy = policy
         self._looks_at_prefixes = POLICIES[policy].looks_at_prefixes
         self._model = model
-        self._random = Random(seed)  # noqa: S311 - chance that must be repeatable
         named_blocks = (a.block_tokens for a in arrivals if a.blocks)
         self._block_tokens = min(named_blocks, default=MOONCAKE_BLOCK_TOKENS)
         longest = max(a.prompt_tokens + max(1, a.new_tokens) for a in arrivals)
@@ -132,50 +220,37 @@ class _Simulation:
             f"{n}": ReplayedWorker(f"{n}", role, model, sizes, self.time, self._deliver)
             for n, role in enumerate(model.roles)
         }
+        self._routers = [
+            _Router(self._workers, policy, model, seed + n) for n in range(model.routers)
+        ]
         self._items: dict[int, _Item] = {}
         """The live ones by number, which is the key of their sequences."""
         self._items_by_worker = dict.fromkeys(self._workers, 0)
         self._computed = dict.fromkeys(self._workers, 0)
-        self._has_roles = {*model.roles} != {Role.MIXED}
-        self._shares = AdapterShares()
-        self._index = KvIndex(10_000_000)
         self._numbers = count()
-        self._turns = count(1)
-        self._typical = Typical()
-        self._new_tokens = Ewma()
-        self._typical_at = 0.0
+        self._refreshed_at = 0.0
         self._reused = 0
-        self._first: list[float] = []
-        self._ends: list[float] = []
+        self._first: dict[int, float] = {}
+        self._ends: dict[int, float] = {}
         self._gaps: list[float] = []
         self._handoffs = 0
+        self._kv_events = 0
+        self._kv_event_blocks = 0
 
     def arrive(self, arrival: Arrival) -> None:
         """Places an item as a router would."""
-        now = arrival.seconds
-        self._report(now)
+        self._report(arrival.seconds)
         number = next(self._numbers)
         names = _names(arrival, number, self._block_tokens)
-        found = self._index.match(names, now) if self._looks_at_prefixes else {}
-        most = arrival.prompt_tokens - 1
-        adapter = self._need(arrival)
-        query = PlacementQuery(
-            model=MODEL,
-            has_roles=self._has_roles,
-            handoff_seconds=self._typical.handoff_seconds,
-            adapter=adapter,
-            prompt_tokens=arrival.prompt_tokens,
-            new_tokens=round(self._typical.new_tokens),
-            cached_tokens={a: min(n * self._block_tokens, most) for a, n in found.items()},
-            prefix=names[0] if self._looks_at_prefixes and arrival.blocks else None,
-            draw=self._random.getrandbits(32),
+        router = self._routers[number % len(self._routers)]
+        decision = router.place(
+            arrival, names, self._block_tokens, prefixes=self._looks_at_prefixes
         )
-        snapshots = [self._snapshot(w, now) for w in self._workers.values()]
-        decision = place_split(self._policy, snapshots, query, self._model.handoff)
-        self._shares.add(adapter, query.new_tokens * decision.chosen.step_seconds, now)
-        self._start(number, arrival, names, decision)
+        self._start(number, router, arrival, names, decision)
 
-    def _start(self, number: int, arrival: Arrival, names: list[int], decision: Decision) -> None:
+    def _start(
+        self, number: int, router: _Router, arrival: Arrival, names: list[int], decision: Decision
+    ) -> None:
         """Queues an item where its prompt is computed, and books both legs."""
         now, adapter = arrival.seconds, decision.query.adapter
         chosen = self._workers[decision.chosen.address]
@@ -183,44 +258,46 @@ class _Simulation:
         self._items_by_worker[chosen.address] += 1
         leg = None
         if prefill is not chosen:
-            leg = self._reserve(chosen, number, names, decision)
+            leg = self._reserve(router, chosen, number, names, decision)
         cached = decision.cached_tokens
         if leg is None:
             cached = decision.query.cached_tokens.get(chosen.address, 0)
             prefill = chosen
-        self._take_turn(prefill, names, now)
-        booking = prefill.guard.book(arrival.prompt_tokens - cached, 1, now, adapter)
-        item = self._items[number] = _Item(number, arrival, names, adapter, booking, leg)
+        self._take_turn(router, prefill, names, now)
+        guard = router.guards[prefill.address]
+        booking = guard.book(arrival.prompt_tokens - cached, 1, now, adapter)
+        item = self._items[number] = _Item(number, arrival, names, adapter, router, booking, leg)
         if adapter:
             prefill.adapters.fetch(adapter)
         self._submit(prefill, item)
 
     def _reserve(
-        self, worker: ReplayedWorker, number: int, names: list[int], decision: Decision
+        self,
+        router: _Router,
+        worker: ReplayedWorker,
+        number: int,
+        names: list[int],
+        decision: Decision,
     ) -> _Leg | None:
         """Reserves blocks where an item is to decode; None without room."""
         query, now = decision.query, self.time.now
         reserved = worker.reserve(str(number), query.prompt_tokens, names)
         if reserved.error:
             return None
-        self._take_turn(worker, names, now)
+        self._take_turn(router, worker, names, now)
         lacking = query.prompt_tokens - query.cached_tokens.get(worker.address, 0)
         reservation = Reservation(lacking, len(reserved.blocks))
-        booking = worker.guard.book(0, 1, now, query.adapter, reservation)
+        booking = router.guards[worker.address].book(0, 1, now, query.adapter, reservation)
         if query.adapter:
             worker.adapters.fetch(query.adapter)
         return _Leg(worker, booking, reserved)
 
-    def _take_turn(self, worker: ReplayedWorker, names: list[int], now: float) -> None:
-        worker.last_turn = next(self._turns)
+    def _take_turn(
+        self, router: _Router, worker: ReplayedWorker, names: list[int], now: float
+    ) -> None:
+        router.take_turn(worker.address)
         if self._looks_at_prefixes:
-            self._index.expect(worker.address, names, now)
-
-    def _need(self, arrival: Arrival) -> AdapterNeed | None:
-        if not arrival.adapter:
-            return None
-        need = named(arrival.adapter, number_of(arrival.adapter), arrival.adapter_rank)
-        return replace(need, outlook=self._shares.outlook(need, self._typical))
+            router.index.expect(worker.address, names, now)
 
     def _submit(self, worker: ReplayedWorker, item: _Item) -> None:
         """Submits an item, or its second half, once the worker has the adapter."""
@@ -252,14 +329,20 @@ class _Simulation:
         )
 
     def _deliver(self, worker: ReplayedWorker, output: StepOutput) -> None:
-        """What a worker tells the router."""
+        """What a worker tells the routers."""
         for event in output.kv_events if self._looks_at_prefixes else ():
-            if isinstance(event, BlocksStored):
-                self._index.store(worker.address, event.block_hashes)
-            elif isinstance(event, BlocksRemoved):
-                self._index.remove(worker.address, event.block_hashes)
+            if isinstance(event, BlocksStored | BlocksRemoved):
+                self._kv_events += 1
+                self._kv_event_blocks += len(event.block_hashes)
+                for router in self._routers:
+                    change = router.index.store
+                    if isinstance(event, BlocksRemoved):
+                        change = router.index.remove
+                    change(worker.address, event.block_hashes)
         if output.adapters:
-            worker.guard.adapters_moved(changes_of(output.adapters), self.time.now)
+            for router in self._routers:
+                guard = router.guards[worker.address]
+                guard.adapters_moved(changes_of(output.adapters), self.time.now)
         for news in output.handoffs:
             if isinstance(news, Offered):
                 self._items[news.key].began = worker.step_began_at
@@ -272,10 +355,10 @@ class _Simulation:
         now = self.time.now
         item.booking.started(now)
         if item.first:
-            worker.guard.rates.learn_handoff(now - item.first)
+            item.router.guards[worker.address].rates.learn_handoff(now - item.first)
         else:
             item.first = now
-            self._first.append(now - item.arrival.seconds)
+            self._first[item.number] = now - item.arrival.seconds
 
     def _ended(self, worker: ReplayedWorker, item: _Item, end: SequenceEnd) -> None:
         """An item ended on a worker, or moves on."""
@@ -293,8 +376,8 @@ class _Simulation:
             leg.booking.leave(now)
         del self._items[item.number]
         tokens = arrival.new_tokens
-        self._new_tokens.add(tokens)
-        self._ends.append(now - arrival.seconds)
+        item.router.new_tokens.add(tokens)
+        self._ends[item.number] = now - arrival.seconds
         if tokens > 1:
             self._gaps.append((now - item.first) / (tokens - 1))
 
@@ -321,6 +404,7 @@ class _Simulation:
 
     def outcome(self, arrivals: Sequence[Arrival]) -> ReplayResult:
         workers = self._workers.values()
+        largest = max(self._routers, key=lambda router: len(router.index))
         return ReplayResult(
             policy=self._policy,
             items=len(arrivals),
@@ -329,42 +413,34 @@ class _Simulation:
             reusable_tokens=_reusable(arrivals),
             items_by_worker=tuple(self._items_by_worker.values()),
             computed_by_worker=tuple(self._computed.values()),
-            first_token_seconds=tuple(self._first),
-            end_seconds=tuple(self._ends),
+            first_token_seconds=tuple(self._first[n] for n in range(len(arrivals))),
+            end_seconds=tuple(self._ends[n] for n in range(len(arrivals))),
             gap_seconds=tuple(self._gaps),
-            has_roles=self._has_roles,
+            busy_by_worker=tuple(w.busy_seconds for w in workers),
+            seconds=self.time.now,
+            kv_events=self._kv_events,
+            kv_event_blocks=self._kv_event_blocks,
+            index_blocks=len(largest.index),
+            index_bytes=largest.index.approximate_bytes,
+            has_roles={*self._model.roles} != {Role.MIXED},
             handoffs=self._handoffs,
             adapter_items=sum(bool(a.adapter) for a in arrivals),
             adapter_deliveries=sum(w.adapters.store.loads for w in workers),
             adapter_copies=sum(w.adapters.copies for w in workers),
         )
 
-    def _snapshot(self, worker: ReplayedWorker, now: float) -> WorkerSnapshot:
-        model = self._model
-        return WorkerSnapshot(
-            address=worker.address,
-            worker=worker.address,
-            model=MODEL,
-            problem="",
-            supported_fields=frozenset(),
-            last_turn=worker.last_turn,
-            role=worker.role,
-            kv=KV,
-            **worker.guard.figures(self._typical, model.max_batch_size, model.kv_token_bytes, now),
-        )
-
     def _report(self, now: float) -> None:
         """Takes the due load reports, and updates the fleet's typical rates."""
-        workers = self._workers.values()
-        for worker in workers:
-            if now - worker.reported_at >= self._model.report_seconds:
-                worker.report()
-        if now - self._typical_at >= self._model.report_seconds:
-            self._typical_at = now
-            rates = [worker.guard.rates for worker in workers]
-            self._typical = typical_of(rates, self._new_tokens.value)
-            takers = tuple((w.address, w.adapters.slots.slots) for w in workers)
-            self._shares.settle(takers, self._typical)
+        due = self._model.report_seconds
+        for worker in self._workers.values():
+            if now - worker.reported_at >= due:
+                report = worker.report()
+                for router in self._routers:
+                    router.guards[worker.address].take_report(report)
+        if now - self._refreshed_at >= due:
+            self._refreshed_at = now
+            for router in self._routers:
+                router.refresh()
 
 
 def _names(arrival: Arrival, number: int, tokens_per_block: int) -> list[int]:

@@ -14,7 +14,6 @@ from trtmesh.engine.backends.simulated.engine import (
 )
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
 from trtmesh.engine.backends.simulated.tokens import TokenSource
-from trtmesh.router.placement.load_guard import LoadGuard
 from trtmesh.router.placement.rates import Report
 from trtmesh.router.placement.snapshot import Role
 from trtmesh.tools.fleet_replay.adapters import ReplayedAdapters
@@ -65,7 +64,6 @@ class ReplayedWorker:
         total_blocks, tokens_per_block = sizes
         self.address = address
         self.role = role
-        self.guard = LoadGuard(lambda: None)
         self.adapters = ReplayedAdapters(model, time.after, self.go_on)
         self.scheduler = new_scheduler(
             self.adapters,
@@ -76,7 +74,6 @@ class ReplayedWorker:
             adapter_slots=model.adapter_slots,
         )
         self.adapters.slots = self.scheduler.adapters
-        self.last_turn = 0
         self.reported_at = 0.0
         self.received_at = 0.0
         """End of the last transfer of KV."""
@@ -95,7 +92,8 @@ class ReplayedWorker:
         self._step_seconds = 0.0
         self._ends_at = 0.0
         """End of the last of these steps."""
-        self._busy_seconds = 0.0
+        self.busy_seconds = 0.0
+        """Of the steps completed."""
 
     def submit(self, sequence: SimulatedSequence) -> None:
         """Takes a sequence; one with a receiver's lease gets the blocks of the lease, with their KV."""
@@ -131,26 +129,24 @@ class ReplayedWorker:
         elif not self._steps and self._engine.has_work:
             self._begin()
 
-    def report(self) -> None:
-        """Reports the load to the router."""
+    def report(self) -> Report:
+        """The load, as every router is told."""
         self._catch_up()
         scheduler, slots, now = self.scheduler, self.scheduler.adapters, self._time.now
         self.reported_at = now
-        self.guard.take_report(
-            Report(
-                at=now,
-                busy_seconds=self._busy_seconds + (now - self.step_began_at) * (self._steps > 0),
-                step_count=self._engine.step_count,
-                running_sequences=len(scheduler.running),
-                waiting_sequences=scheduler.waiting_sequences,
-                pending_prompt_tokens=scheduler.pending_prompt_tokens,
-                computed_prompt_tokens=scheduler.computed_prompt_tokens,
-                used_blocks=scheduler.pool.used_blocks,
-                total_blocks=scheduler.pool.total_blocks,
-                adapter_slots=(slots.slots, slots.free, slots.evictable),
-                received_bytes=self.received_bytes,
-                receiving_seconds=self.receiving_seconds,
-            )
+        return Report(
+            at=now,
+            busy_seconds=self.busy_seconds + (now - self.step_began_at) * (self._steps > 0),
+            step_count=self._engine.step_count,
+            running_sequences=len(scheduler.running),
+            waiting_sequences=scheduler.waiting_sequences,
+            pending_prompt_tokens=scheduler.pending_prompt_tokens,
+            computed_prompt_tokens=scheduler.computed_prompt_tokens,
+            used_blocks=scheduler.pool.used_blocks,
+            total_blocks=scheduler.pool.total_blocks,
+            adapter_slots=(slots.slots, slots.free, slots.evictable),
+            received_bytes=self.received_bytes,
+            receiving_seconds=self.receiving_seconds,
         )
 
     def _begin(self) -> None:
@@ -182,14 +178,14 @@ class ReplayedWorker:
             self._engine.skip(steps)
             self._steps -= steps
             self.step_began_at += steps * self._step_seconds
-            self._busy_seconds += steps * self._step_seconds
+            self.busy_seconds += steps * self._step_seconds
 
     def _finish(self) -> None:
         """Completes the steps, unless their end was changed."""
         if not self._steps or self._time.now != self._ends_at:
             return
         self._skip(self._steps - 1)
-        self._busy_seconds += self._step_seconds
+        self.busy_seconds += self._step_seconds
         self._steps = 0
         self._deliver(self, self._engine.finish())
         if not self._steps and self._engine.has_work:
