@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 PAGES = {
     "README.md": 12,
     "docs/adapters.md": 8,
+    "docs/advise.md": 4,
     "docs/bench.md": 3,
     "docs/build.md": 3,
     "docs/handoff.md": 5,

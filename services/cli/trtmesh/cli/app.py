@@ -89,6 +89,11 @@ COMMANDS = (
         OPERATE,
     ),
     LazyCommand(
+        "trtmesh.tools.advise:advise",
+        "Say how many engines, routers and tokenizers a load needs to keep its SLOs.",
+        OPERATE,
+    ),
+    LazyCommand(
         "trtmesh.tools.audit:audit",
         "Repeat the items of receipts in FILES, and compare their tokens.",
         OPERATE,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +50,13 @@ API_KEY_HINT = "give the key in TRTMESH_API_KEY or with --api-key-file"
 
 def run(command: Coroutine[Any, Any, int]) -> None:
     """Runs `command`, prints an error and exits with the status."""
+    end_with(lambda: asyncio.run(command))
+
+
+def end_with(command: Callable[[], int]) -> None:
+    """The same for a function that computes for long: Ctrl-C ends it at once."""
     try:
-        status = asyncio.run(command)
+        status = command()
     except TrtmeshError as error:
         say_error(f"{error.reason}: {error}")
         status = FAILED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.metrics import MODEL, PREFIX, RouterMetrics
 from trtmesh.router.placement import Place
+from trtmesh.router.placement.rates import Typical
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
@@ -81,6 +82,12 @@ class Rooms(Collector):
         waiting = {each for each in asked if each is not None}
         return {(str(most), _listed(ready), _listed(waiting)): time.time()}
 
+    def learned(self, rate: Callable[[Typical], float | None]) -> dict[str, float]:
+        """A rate of each model's workers, where it is known."""
+        known = {model: rate(typical) for model, typical in self.fleet.rates().items()}
+        names = self.metrics.model_names
+        return {names[model]: each for model, each in known.items() if each is not None}
+
     def collect(self) -> Iterator[Metric]:
         """Called in Prometheus' own thread."""
         yield from families(PREFIX, GAUGES, self)
@@ -126,6 +133,14 @@ GAUGES: tuple[Row[Rooms], ...] = (
     gauge("api_keys", "API keys in use.", lambda r: r.callers.keys),
     gauge("api_keys_stale", "1 while the file of API keys cannot be used as it is.",
           lambda r: bool(r.callers.problem)),
+    gauge("learned_prompt_token_seconds", "Seconds that a worker takes for a prompt token, as learned by placement.",
+          lambda r: r.learned(lambda t: t.prefill_seconds if t.prefill_rate else None), (MODEL,)),
+    gauge("learned_step_seconds", "Seconds of a worker's step without its sequences, likewise.",
+          lambda r: r.learned(lambda t: t.step.base if t.step else None), (MODEL,)),
+    gauge("learned_step_sequence_seconds", "Further seconds of a step for each of its sequences, likewise.",
+          lambda r: r.learned(lambda t: t.step.slope if t.step else None), (MODEL,)),
+    gauge("learned_step_sequences", "Mean number of sequences in the steps from which that was learned.",
+          lambda r: r.learned(lambda t: t.step.sequences if t.step else None), (MODEL,)),
     gauge("waiting_sequences", "Sequences in this router that wait for a worker.", labels=(MODEL,)),
     gauge("ready_workers", "Workers ready for items.", lambda r: sum(w.ready for w in r.workers)),
     gauge("ready_tokenizers", "Tokenizers ready for texts.", lambda r: sum(t.ready for t in r.tokenizers)),

@@ -36,7 +36,7 @@ class ServerMetrics:
         """Raises SettingsError for a URL without metrics."""
         async with _session() as session:
             try:
-                parsed(self.source, 0.0, await self._read(session))
+                parsed(self.source, 0.0, await _read(session, self._url))
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 raise SettingsError(f"{self.source}: {_why(error)}", setting=OPTION) from error
 
@@ -46,7 +46,7 @@ class ServerMetrics:
         async with _session() as session:
             while held < MOST_HELD_BYTES:
                 try:
-                    text = await self._read(session)
+                    text = await _read(session, self._url)
                     self._held.append((clock(), text))
                     held += len(text)
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
@@ -65,16 +65,31 @@ class ServerMetrics:
             except ValueError as error:
                 self.problems.append(_why(error))
 
-    async def _read(self, session: aiohttp.ClientSession) -> bytes:
-        async with session.get(self._url, headers={"Accept": "text/plain"}) as response:
-            if response.status != 200:
-                raise ValueError(f"HTTP {response.status}")
-            text = bytearray()
-            async for part in response.content.iter_any():
-                text += part
-                if len(text) > MOST_BYTES:
-                    raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
-            return bytes(text)
+
+async def read_pages(urls: Sequence[str], setting: str) -> list[str]:
+    """One page of each. Raises SettingsError, which names the option `setting`."""
+    async with _session() as session:
+        pages = []
+        for url in urls:
+            try:
+                pages.append((await _read(session, url)).decode())
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                raise SettingsError(
+                    f"{without_secrets([url])}: {_why(error)}", setting=setting
+                ) from error
+        return pages
+
+
+async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+    async with session.get(url, headers={"Accept": "text/plain"}) as response:
+        if response.status != 200:
+            raise ValueError(f"HTTP {response.status}")
+        text = bytearray()
+        async for part in response.content.iter_any():
+            text += part
+            if len(text) > MOST_BYTES:
+                raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+        return bytes(text)
 
 
 def _session() -> aiohttp.ClientSession:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Container, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Container, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -159,6 +159,10 @@ class Fleet:
     def typical(self, model: str) -> Typical:
         """The rates common to the workers of a model."""
         return self._typical.get(model, UNKNOWN)
+
+    def rates(self) -> Mapping[str, Typical]:
+        """The same of every model that workers have."""
+        return self._typical
 
     def elders(self, address: str) -> frozenset[str]:
         """The workers that may be restarted after the one at an address, where others were started lately: a rolling

@@ -291,6 +291,11 @@ class Line:
     rank_slope: float = 0.0
     rank: float = 0.0
 
+    @property
+    def base(self) -> float:
+        """Time of a step without sequences, however far from those seen."""
+        return self.at(0)
+
     def at(self, sequences: float, rank: float = 0.0) -> float:
         more = self.slope * (sequences - self.sequences) + self.rank_slope * (rank - self.rank)
         return max(self.seconds + more, 1e-6)

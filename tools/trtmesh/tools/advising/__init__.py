@@ -1,0 +1,1 @@
+"""How many engines a load needs, by replays of it over simulated fleets."""
