@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from trtmesh.router.fleet.assignments import Assignments
+from trtmesh.router.metrics import Latencies
 from trtmesh.router.placement.load_guard import LoadGuard
 from trtmesh.router.streams.sequence import SequenceRun, SequenceTimes
 
@@ -18,7 +19,7 @@ class Run:
     """As much of a sequence as a worker's assignments need."""
 
     def __init__(self) -> None:
-        self.times = SequenceTimes(0.0)
+        self.times = SequenceTimes(0.0, Latencies())
 
     def assign(self, _: Any) -> None:
         self.times.on_assigned()

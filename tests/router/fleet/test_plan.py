@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from router.fleet.test_worker import link
 from trtmesh.chassis.errors import NoWorker
+from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import PromptBlocks
@@ -29,6 +30,7 @@ def engine(role: pb.WorkerRole.ValueType, **changes: Any) -> pb.GetEngineRespons
     )
     values: dict[str, Any] = {
         "model": "m",
+        "schema_revision": SCHEMA_REVISION,
         "role": role,
         "tokens_per_block": 4,
         "kv_shapes": [shape],
