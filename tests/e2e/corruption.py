@@ -51,6 +51,46 @@ torch.nn.modules.module.register_module_forward_pre_hook(hook)
 """
 """Spoils all KV of a worker once a file is there."""
 
+FIRST_CHANGED = 7
+"""The first offset that the change of the token kernel changes."""
+
+OTHER_DEFAULT = """
+from dataclasses import fields
+from trtmesh.chassis.vocabulary import Sampling
+
+begin = Sampling.__init__
+defaults = dict(zip([field.name for field in fields(Sampling)], begin.__defaults__, strict=True))
+begin.__defaults__ = tuple((defaults | {"repetition_penalty": 1.4}).values())
+"""
+"""Another default of a field that clients leave out."""
+
+CHANGES = {
+    "simulated": {
+        "token kernel": f"""
+from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
+
+allowed = SimulatedSequence._allowed
+
+def changed(self, run, source):
+    first = len(self.tokens) - self.prompt_tokens
+    return [token ^ (at >= {FIRST_CHANGED}) for at, token in enumerate(allowed(self, run, source), first)]
+
+SimulatedSequence._allowed = changed
+""",
+        "default": OTHER_DEFAULT,
+    },
+    "torch": {
+        "norm kernel": """
+import torch
+
+rsqrt = torch.rsqrt
+torch.rsqrt = lambda values: 1.02 * rsqrt(values)
+""",
+        "default": OTHER_DEFAULT,
+    },
+}
+"""A change of one kernel, or of one default, for all workers of a release."""
+
 
 def corrupted(folder: Path, code: str) -> dict[str, str]:
     """The environment of a process that runs `code` at its start."""
