@@ -44,7 +44,7 @@ ASKED: Sequence[dict[str, Any]] = (
     {"temperature": 0.9},
     {"temperature": 0.8, "top_k": 40, "num_return_sequences": 2},
     {"frequency_penalty": 0.5},
-    {"temperature": 1.0, "top_p": 0.9, "stop_texts": ["zz"]},
+    {"temperature": 1.0, "top_p": 0.9, "min_tokens": 9},
 )
 
 
