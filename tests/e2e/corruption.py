@@ -19,13 +19,21 @@ SimulatedSequence._allowed = wrong
 
 CONDITIONS = {
     "weights": "True",
-    "settings": "True",
     "kv": "self.cached_prompt_tokens",
     "adapter": "self.adapter is not None",
     "checksum": "self.submitted_tokens > self.prompt_tokens",
 }
 """Sequences whose tokens a fault changes: all, those that reuse KV, those of adapters, those continued from the KV of
 another worker."""
+
+OTHER_DEVICE = """
+from dataclasses import replace
+from trtmesh.engine.backends.simulated import backend
+
+described = backend._info
+backend._info = lambda settings: replace(described(settings), computation={"device": "another"})
+"""
+"""A worker that tells of another device."""
 
 TORCH_FAULT = """
 import os
