@@ -31,7 +31,7 @@ WORKER: Any = SimpleNamespace(
     name="engine-0",
     capabilities=WorkerCapabilities(
         Fingerprints("m" * 32, "t" * 64),
-        "s" * 32,
+        {"backend": "torch", "device": "1 of a CPU, AVX512", "batch_invariant": "True"},
         optional=frozenset({Capability.EXACT_RESUMPTION}),
     ),
 )

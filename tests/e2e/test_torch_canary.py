@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from e2e.corruption import TORCH_FAULT, corrupted
 from e2e.mesh import DEMO, PATIENT, Mesh, eventually, running_mesh, scrape
 from e2e.test_canary import NAMES, alerts, examined, outcomes, state_of
@@ -29,6 +30,7 @@ def prompt_of(fault: str) -> list[int]:
     return [300 + FAULTS.index(fault), *range(300, LAST_TOKEN + 1)]
 
 
+@pytest.mark.timeout(900)
 async def test_flipped_bit_is_found(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     flag.touch()
