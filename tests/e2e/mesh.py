@@ -338,14 +338,10 @@ class Mesh:
         insort(processes, process, key=lambda each: self._turns[each.pid])
 
     async def start_tokenizer(
-        self,
-        model_dir: Path = DEMO,
-        port: int = 0,
-        tool_format: str = "auto",
-        env: Mapping[str, str] | None = None,
+        self, model_dir: Path = DEMO, port: int = 0, tool_format: str = "auto"
     ) -> ServiceProcess:
         flags = ("--model-dir", str(model_dir), "--port", str(port), "--tool-format", tool_format)
-        process = await self.start("tokenizer", *flags, env=env)
+        process = await self.start("tokenizer", *flags)
         self._add(process, self.tokenizers)
         return process
 

@@ -13,17 +13,18 @@ from trtmesh.router.hedging.lateness import (
     MOST_STEP_MARGIN,
     RECENT,
     Budget,
+    Cause,
     Obstacle,
     Peer,
     Seen,
     StepPace,
+    Wastes,
     copy_price,
     first_margin,
     is_slow,
     least,
     obstacles,
     step_margin,
-    text,
 )
 
 
@@ -105,14 +106,14 @@ def test_first_token_is_late_beyond_usual_waits() -> None:
     assert first_margin(seen(*[1.0] * 100)) == pytest.approx(2.0)
 
 
-WELL = Peer("a", {"model": "m", "device": "f"}, True, True, False, 3, 8, 0, 0.0, 0.2)
+WELL = Peer("a", ("m", "f"), True, True, False, 3, 8, 0, 0.0, 0.2)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({}, None),
-        ({"kind": {"model": "m", "device": "g"}}, Obstacle.OTHER_KIND),
+        ({"kind": ("m", "g")}, Obstacle.OTHER_MODEL),
         ({"is_exact": False}, Obstacle.NOT_EXACT),
         ({"is_ready": False}, Obstacle.UNREADY),
         ({"is_late": True}, Obstacle.LATE),
@@ -131,13 +132,6 @@ def test_peer_takes_no_copies_because(change: dict[str, Any], why: Obstacle | No
     expected = {"a": Obstacle.ALONE} | ({"b": why} if why else {})
     assert obstacles(WELL, [WELL, other]) == expected
     assert why is None or why.text
-
-
-def test_what_differs_is_told() -> None:
-    other = replace(WELL, address="b", kind={"model": "m", "device": "g", "more": "1"})
-    told = "it is not exact with the first worker: another device, more"
-    assert text(Obstacle.OTHER_KIND, WELL, other) == told
-    assert text(Obstacle.BUSY, WELL, other) == Obstacle.BUSY.text
 
 
 def test_inexact_worker_is_not_left_either() -> None:
@@ -160,14 +154,48 @@ def test_copy_costs_the_time_of_its_prompt() -> None:
 def test_budget_is_a_share_of_what_was_delivered() -> None:
     budget = Budget(0.02)
     budget.spend(budget.tokens)
-    assert budget.allows(0)
-    assert not budget.allows(1)
+    assert budget.free == 0
     budget.earn(500)
-    assert budget.allows(10)
-    assert not budget.allows(11)
-    # Waste is known too late to refuse it, and paid before the next copy.
+    assert budget.free == pytest.approx(10)
+    # What is on its way when a copy is stopped is paid before the next copy.
     budget.spend(15)
     budget.earn(200)
-    assert not budget.allows(0)
+    assert budget.free == pytest.approx(-1)
     budget.earn(10**9)
-    assert budget.tokens == Budget.MOST
+    assert budget.free == Budget.MOST
+
+
+def test_copies_reserve_their_waste_and_have_what_is_left_beyond() -> None:
+    budget = Budget(0.02)
+    one, other = budget.reserve(20), budget.reserve(30)
+    assert budget.free == Budget.FIRST - 50 == 14
+    assert one.covers(20 + 14)
+    assert not one.covers(20 + 15)
+    one.spend(4)
+    assert budget.free == 14
+    other.spend(40)
+    assert budget.free == 4
+    assert one.covers(16 + 4)
+    assert not one.covers(16 + 5)
+    other.end()
+    one.end()
+    assert budget.free == Budget.FIRST - 44
+    # An overdrawn budget takes no reserve away.
+    last = budget.reserve(20)
+    budget.spend(10)
+    assert last.covers(20)
+    assert not last.covers(21)
+
+
+def test_expected_waste_is_that_of_the_cause() -> None:
+    wastes = Wastes()
+    assert wastes.expected(Cause.SLOW) == Wastes.FIRST
+    for number in range(100):
+        wastes.add(Cause.SLOW, number)
+        wastes.add(Cause.STALL, 0)
+    assert wastes.expected(Cause.SLOW) == 90
+    assert wastes.expected(Cause.STALL) == 0
+    assert wastes.expected(Cause.FIRST_TOKEN) == Wastes.FIRST
+    for _ in range(KEPT):
+        wastes.add(Cause.SLOW, 10**6)
+    assert wastes.expected(Cause.SLOW) == Wastes.MOST

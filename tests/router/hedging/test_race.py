@@ -23,6 +23,7 @@ from trtmesh.chassis.errors import AdapterNotFound, QueueFull
 from trtmesh.client import ItemResult
 from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
 from trtmesh.router.hedging.hedger import MOST_STARTS
+from trtmesh.router.hedging.lateness import Budget, Obstacle, Wastes
 from trtmesh.router.hedging.race import FirstCopy
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.v1 import engine_pb2 as epb
@@ -77,6 +78,12 @@ class Scene:
                             ended.add((id(engine), handle))
                             await engine.step(ends=[(handle, reason)])
                 await asyncio.sleep(0.005)
+        await eventually(lambda: self.reserved == 0)
+
+    @property
+    def reserved(self) -> float:
+        """Tokens that copies reserve of the budget."""
+        return self.on.client.router._hedger._budget.reserved
 
     def hedges(self, outcome: str) -> float:
         return counted(self.on, "hedges", cause="stall", outcome=outcome)
@@ -100,7 +107,9 @@ async def late(on: Fleet, **options: Any) -> tuple[ScriptedEngine, int, asyncio.
 
 @asynccontextmanager
 async def racing(**options: Any) -> AsyncIterator[Scene]:
-    async with fleet(hedge={"enabled": True}) as on:
+    # Where both workers die, one is there again as soon as this machine allows.
+    patient = {"worker_wait_seconds": PATIENCE_SECONDS}
+    async with fleet(hedge={"enabled": True}, retries=patient) as on:
         first, handle, asked = await late(on, **options)
         second = on.other(first)
         (copy,) = await second.submitted()
@@ -109,6 +118,7 @@ async def racing(**options: Any) -> AsyncIterator[Scene]:
 
 async def test_second_copy_is_ahead_and_goes_on() -> None:
     async with racing(request_id="late") as scene:
+        assert scene.reserved == Wastes.FIRST
         assert [*scene.copy.token_ids] == PROMPT + TOKENS[:LEARNED]
         assert scene.copy.emitted_tokens == LEARNED
         await scene.step_second(LEARNED, TOKENS[LEARNED])
@@ -157,6 +167,19 @@ async def test_first_worker_recovers() -> None:
         assert [*(await scene.ended()).token_ids] == TOKENS
         assert scene.hedges("lost") == 1
         assert scene.on.client.gauge("hedge_wasted_tokens_total") == 1
+
+
+async def test_copy_too_far_behind_for_the_budget_is_stopped() -> None:
+    """The first worker is ahead by more tokens than copies may waste, at its first step since it stalled."""
+    many = range(200, 200 + int(2 * Budget.FIRST))
+    async with racing(request_id="late", max_tokens=LEARNED + len(many)) as scene:
+        await scene.step_first(LEARNED, *many, end=False)
+        await scene.stopped(scene.second, scene.copy.handle)
+        await scene.first.step(ends=[(scene.handle, LENGTH)])
+        assert [*(await scene.ended()).token_ids] == [*TOKENS[:LEARNED], *many]
+        hedge, *_ = (await scene.on.client.admin.explain("late")).hedges
+        assert (hedge.outcome, hedge.detail) == ("lost", Obstacle.BUDGET.text)
+        assert scene.on.client.gauge("hedge_wasted_tokens_total") == 0
 
 
 @pytest.mark.parametrize("who", ["a copy behind", "a copy that lost", "a first copy that lost"])

@@ -24,13 +24,13 @@ from trtmesh.router.hedging.lateness import (
     Peer,
     Seen,
     StepPace,
+    Wastes,
     copy_price,
     first_margin,
     is_slow,
     least,
     obstacles,
     step_margin,
-    text,
 )
 from trtmesh.router.hedging.race import HedgeRecord, Race, RacingItem
 from trtmesh.router.hedging.settings import HedgeSettings
@@ -116,6 +116,7 @@ class Hedger:
         self.metrics = metrics
         self._fleet = fleet
         self._budget = Budget(settings.token_share)
+        self._wastes = Wastes()
         self._rhythms: dict[Worker, Rhythm] = {}
         self._waits: dict[str, Seen] = {}
         """Seconds beyond the prediction until first tokens, by model."""
@@ -178,16 +179,13 @@ class Hedger:
         """Starts copies of late sequences of a worker; returns how many placements were tried."""
         peers = self._peers(worker, now)
         found = obstacles(peers[0], peers)
-        texts = {peer.address: text(found[peer.address], peers[0], peer)
-                 for peer in peers if peer.address in found}  # fmt: skip
         if len(found) == len(peers):
-            others = {why: texts[at] for at, why in found.items() if at != worker.address}
-            why = least(others)
+            why = least(each for address, each in found.items() if address != worker.address)
             for each in late:
-                self._refuse(worker, each, why, others.get(why, ""))
+                self._refuse(worker, each, why)
             return 0
         for each in late:
-            self._start(worker, texts, each)
+            self._start(worker, found, each)
         return len(late)
 
     def _earn(self) -> None:
@@ -299,7 +297,7 @@ class Hedger:
         known, rhythm = self._snapshots.get(worker.address), self._rhythms[worker]
         return Peer(
             address=worker.address,
-            kind={"name of the model": engine.model} | {**worker.capabilities.kind},
+            kind=_kind(worker),
             is_exact=_is_exact(worker),
             is_ready=worker.ready and not worker.mismatch,
             is_late=rhythm.is_late(now) or _is_silent(worker),
@@ -315,17 +313,19 @@ class Hedger:
         rest = LEAVING_TOKENS if late.cause is Cause.SLOW else 1
         return len(late.run.token_ids) < self._raced.get(late.run, -rest) + rest
 
-    def _start(self, worker: Worker, excluded: Mapping[str, str], late: _Late) -> None:
-        """Starts a copy on a worker that is not excluded, or tells why not."""
+    def _start(self, worker: Worker, found: Mapping[str, Obstacle], late: _Late) -> None:
+        """Starts a copy on a worker without an obstacle, or tells why not."""
         run, item = late.run, late.item
         price = self._price(worker, item.prompt_tokens + len(run.token_ids))
-        if not self._budget.allows(price):
+        waste = self._wastes.expected(late.cause)
+        if self._budget.free < price + waste:
             self._refuse(worker, late, Obstacle.BUDGET)
             return
         record = self._record(worker, late)
-        race = Race(run, item, record, self, late.margin)
+        allowance = self._budget.reserve(waste)
+        race = Race(run, item, record, self, allowance, late.margin)
         left_out = self._fleet.shorter_than(worker, item.prompt_tokens + run.most_tokens)
-        left_out |= excluded
+        left_out |= {address: each.text for address, each in found.items()}
         try:
             refusal = item.hedge(race, left_out)
         except Exception:
@@ -333,6 +333,7 @@ class Hedger:
             self._raced[run] = record.token_offset
             refusal = "of a defect; the log tells more"
         if refusal:
+            allowance.end()
             self._refuse(worker, late, Obstacle.ITEM, refusal)
             return
         self._budget.spend(price)
@@ -377,7 +378,9 @@ class Hedger:
 
     def on_wasted(self, tokens: int) -> None:
         self.metrics.hedge_wasted_tokens += tokens
-        self._budget.spend(tokens)
+
+    def on_settled(self, record: HedgeRecord) -> None:
+        self._wastes.add(record.cause, record.wasted_tokens)
 
     def on_saved(self, seconds: float) -> None:
         self.metrics.hedge_saved_seconds += seconds
@@ -413,3 +416,11 @@ def _is_exact(worker: Worker) -> bool:
         return True
     engine = worker.description
     return engine.backend == "torch" and engine.data_type == pb.DATA_TYPE_FP32
+
+
+def _kind(worker: Worker) -> tuple[str, ...]:
+    """What is reported of what tokens depend on. The fingerprint of the settings is no part: it has the device and the
+    sizes of caches, too."""
+    identity, engine = worker.capabilities.identity, worker.description
+    fingerprints = identity.model_fingerprint, identity.tokenizer_fingerprint
+    return (engine.model, *fingerprints, engine.backend, str(engine.data_type))

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
-from trtmesh.router.fleet.worker_capabilities import unlike
-
 KEPT, RECENT = 512, 32
-"""Gaps, or waits for first tokens, that are remembered; the latest of them by which a worker is slow."""
+"""Gaps, waits for first tokens, or wastes that are remembered; the latest of them by which a worker is slow."""
 LEAST_SEEN = 20
 """Fewest of them by which anything is late."""
 
@@ -53,13 +51,13 @@ class Obstacle(Enum):
     LATE = "late"
     UNREADY = "unready"
     NOT_EXACT = "not_exact"
-    OTHER_KIND = "other_kind"
+    OTHER_MODEL = "other_model"
     ALONE = "alone"
     ITEM = "item"
 
     @property
     def text(self) -> str:
-        """The reason of a worker's exclusion, without what differs."""
+        """The reason of a worker's exclusion."""
         return _TEXTS.get(self, "")
 
 
@@ -70,19 +68,19 @@ _TEXTS = {
     Obstacle.LATE: "it is late itself",
     Obstacle.UNREADY: "it takes no items",
     Obstacle.NOT_EXACT: "its tokens depend on the batch: neither batch_invariant nor float32",
-    Obstacle.OTHER_KIND: "it is not exact with the first worker",
+    Obstacle.OTHER_MODEL: "its model, tokenizer or kind of computation is another",
     Obstacle.ALONE: "there is no other worker",
 }
 
 
 class Seen:
-    """The latest of some times in seconds."""
+    """The latest of some times in seconds, or numbers of tokens."""
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=KEPT)
 
-    def add(self, seconds: float) -> None:
-        self._latest.append(seconds)
+    def add(self, value: float) -> None:
+        self._latest.append(value)
 
     def __len__(self) -> int:
         return len(self._latest)
@@ -136,8 +134,8 @@ class Peer:
     """A worker as one that may compute copies."""
 
     address: str
-    kind: Mapping[str, str]
-    """Equal for workers whose tokens are equal."""
+    kind: tuple[str, ...]
+    """Equal for workers whose tokens are equal: model, tokenizer, backend and type of data."""
     is_exact: bool
     is_ready: bool
     is_late: bool
@@ -154,7 +152,7 @@ def obstacle(first: Peer, other: Peer) -> Obstacle | None:
     if other.address == first.address:
         return Obstacle.ALONE
     if other.kind != first.kind:
-        return Obstacle.OTHER_KIND
+        return Obstacle.OTHER_MODEL
     if not (first.is_exact and other.is_exact):
         return Obstacle.NOT_EXACT
     if not other.is_ready:
@@ -176,12 +174,6 @@ def obstacles(first: Peer, peers: Sequence[Peer]) -> Mapping[str, Obstacle]:
     return {address: why for address, why in found if why is not None}
 
 
-def text(why: Obstacle, first: Peer, other: Peer) -> str:
-    """The reason of a worker's exclusion."""
-    different = unlike(first.kind, other.kind) if why is Obstacle.OTHER_KIND else ""
-    return f"{why.text}: another {different}" if different else why.text
-
-
 def least(found: Iterable[Obstacle]) -> Obstacle:
     """The least hopeless obstacle: what would have to change."""
     order = [*Obstacle]
@@ -195,7 +187,9 @@ def copy_price(tokens: int, prefill_seconds: float, step_seconds: float, running
 
 
 class Budget:
-    """A token bucket, filled by a share of the tokens delivered. Waste is known afterwards, so it may be overdrawn."""
+    """A token bucket, filled by a share of the tokens delivered. Each copy reserves what copies usually waste, and is
+    stopped where it needs more than is left. What is on its way then may overdraw it, and is paid before the next
+    copy."""
 
     FIRST, MOST = 64.0, 4096.0
     """Tokens at the start, and at most: the copies of one stall of a full worker."""
@@ -203,6 +197,7 @@ class Budget:
     def __init__(self, share: float) -> None:
         self._share = share
         self.tokens = self.FIRST
+        self.reserved = 0.0
 
     def earn(self, delivered: int) -> None:
         self.tokens = min(self.tokens + self._share * delivered, self.MOST)
@@ -210,5 +205,52 @@ class Budget:
     def spend(self, tokens: float) -> None:
         self.tokens -= tokens
 
-    def allows(self, price: float) -> bool:
-        return self.tokens >= price
+    @property
+    def free(self) -> float:
+        return self.tokens - self.reserved
+
+    def reserve(self, tokens: float) -> Allowance:
+        self.reserved += tokens
+        return Allowance(self, tokens)
+
+
+@dataclass(slots=True)
+class Allowance:
+    """What is left of the reserve of a copy."""
+
+    _budget: Budget
+    _left: float
+
+    def spend(self, tokens: float) -> None:
+        self._return(min(self._left, tokens))
+        self._budget.spend(tokens)
+
+    def covers(self, tokens: float) -> bool:
+        """Whether the copy may waste so many more tokens."""
+        return self._left + max(0.0, self._budget.free) >= tokens
+
+    def end(self) -> None:
+        """The copy wastes nothing any more."""
+        self._return(self._left)
+
+    def _return(self, tokens: float) -> None:
+        self._left -= tokens
+        self._budget.reserved -= tokens
+
+
+class Wastes:
+    """What copies wasted, by their cause: those of slow workers run longer side by side."""
+
+    FIRST, MOST = 8.0, 512.0
+    """Expected tokens before enough was seen, and at most: more could never be saved up."""
+
+    def __init__(self) -> None:
+        self._seen = {cause: Seen() for cause in Cause}
+
+    def add(self, cause: Cause, tokens: int) -> None:
+        self._seen[cause].add(tokens)
+
+    def expected(self, cause: Cause) -> float:
+        """More than nine of ten copies wasted lately."""
+        usual = self._seen[cause].quantile(0.9)
+        return self.FIRST if usual is None else min(usual, self.MOST)

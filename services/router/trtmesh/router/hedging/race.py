@@ -17,7 +17,7 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.fleet.assignments import Handle
 from trtmesh.router.fleet.plan import Leg
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.hedging.lateness import Cause
+from trtmesh.router.hedging.lateness import Allowance, Cause, Obstacle
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import ModelMetrics, RouterMetrics
 from trtmesh.router.streams.sequence import (
@@ -65,6 +65,9 @@ class Ledger(Protocol):
     def on_wasted(self, tokens: int) -> None:
         """Tokens came that the other copy has, or will have."""
 
+    def on_settled(self, record: HedgeRecord) -> None:
+        """Nothing more of a race comes."""
+
     def on_saved(self, seconds: float) -> None:
         """A client would have waited so long for the first copy."""
 
@@ -102,7 +105,13 @@ class Race:
     """A race; the assignment of its sequence, and the owner of both copies."""
 
     def __init__(
-        self, run: SequenceRun, item: RacingItem, record: HedgeRecord, ledger: Ledger, margin: float
+        self,
+        run: SequenceRun,
+        item: RacingItem,
+        record: HedgeRecord,
+        ledger: Ledger,
+        allowance: Allowance,
+        margin: float,
     ) -> None:
         """A step of the first worker within `margin` seconds of the one before is in time."""
         assert isinstance(run.assignment, Handle)
@@ -110,6 +119,7 @@ class Race:
         self.record = record
         self._ledger = ledger
         self._item = item
+        self._allowance = allowance
         self._margin = margin
         self._punctual = 0
         self.first = run.assignment
@@ -159,6 +169,14 @@ class Race:
         self._punctual += self.record.cause is not Cause.STALL or seconds <= self._margin
         if not self.over and self._punctual >= PUNCTUAL_STEPS[self.record.cause]:
             self.drop("lost", "the first worker recovered")
+        self.check_allowance()
+
+    def check_allowance(self) -> None:
+        """Stops a copy that is so far behind that its share of the tokens does not bring it ahead."""
+        assert self._rival
+        behind = len(self.run.token_ids) - len(self._rival.token_ids)
+        if not self.over and behind > 0 and not self._allowance.covers(behind):
+            self.drop("lost", Obstacle.BUDGET.text)
 
     def first_ended(self, end: End) -> None:
         if end.error is not None and end.error.row.movable:
@@ -223,7 +241,13 @@ class Race:
         """Counts tokens that both copies computed."""
         if tokens > 0:
             self.record.wasted_tokens += tokens
+            self._allowance.spend(tokens)
             self._ledger.on_wasted(tokens)
+
+    def settle(self) -> None:
+        """The copy that was stopped is gone."""
+        self._allowance.end()
+        self._ledger.on_settled(self.record)
 
     def gone(self, since: float) -> None:
         """The first worker gave its first sign since the second copy won, or is lost: until then the client would have
@@ -364,6 +388,8 @@ class SecondCopy(Copy):
             race.drop("lost", "the copies have other tokens")
         elif len(self.token_ids) > len(race.run.token_ids):
             self._lead()
+        else:
+            race.check_allowance()
 
     def _lead(self) -> None:
         if self._start is not None:
@@ -411,12 +437,16 @@ class LosingCopy:
     _since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     def on_tokens(self, token_offset: int, token_ids: list[int]) -> None:
-        self.on_gone()
+        self._on_sign()
         self._race.wasted(len(token_ids))
         self._race.same(token_offset, token_ids)
 
     def on_gone(self) -> None:
         """The worker reported the end, or is lost."""
+        self._on_sign()
+        self._race.settle()
+
+    def _on_sign(self) -> None:
         if self._saves:
             self._saves = False
             self._race.gone(self._since)
