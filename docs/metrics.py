@@ -31,6 +31,10 @@ endpoint picker reads. Label its pods `llm-d.ai/engine-type: triton-tensorrt-llm
 as `loRASpec` of that engine in the picker's configuration. `nv_trt_llm_request_metrics` counts as `waiting` what
 waits in this router and in all engines of the model, and as `scheduled` what runs in the engines, for any router. The
 picker reads the first model of a page. The pages of engines are for operators.
+
+Balancers without a scraper send `endpoint-load-metrics-format: TEXT` (or `JSON`) with a request on the HTTP port: the
+head of the answer then has `endpoint-load-metrics` (ORCA) with `kv_cache_utilization`, which vLLM calls
+`kv_cache_usage_perc`, and `num_requests_waiting`, at most 0.1 s old.
 """
 
 

@@ -306,6 +306,7 @@ SMALL_IDEAS = {
     "router.__main__": "a program, of which a mesh in one process is another",
     "router.adapters.writing": "a queue with a life of its own",
     "router.doors.guard": "what every gRPC server of the router asks",
+    "router.doors.http.load_header": "a protocol of balancers",
     "router.doors.http.origins": "which pages of browsers may ask",
     "router.doors.openai.completions": "an endpoint",
     "router.doors.openai.answer_parts": "the words between the parser and the endpoints",

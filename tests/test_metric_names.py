@@ -16,6 +16,7 @@ from trtmesh.chassis.metrics import COUNTER, Described, Row, families
 from trtmesh.chassis.metrics import described as described_by
 from trtmesh.tools.metrics import SERVED
 
+ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).with_name("metric_names.txt")
 ALL = [*chain.from_iterable(SERVED.values())]
 OURS = [row for row in ALL if not row.name.startswith(("nv_", "vllm:", "process_"))]
@@ -90,3 +91,17 @@ def test_a_renamed_metric_keeps_its_former_name() -> None:
     assert registry.get_sample_value("own_delayed_total") == 3
     (row,) = described_by("own_", ROWS)
     assert (row.name, row.former) == ("own_late_total", "own_delayed_total")
+
+
+def test_all_metrics_come_from_tables() -> None:
+    """A family made elsewhere is in no table, on no page and under no test."""
+    makers = {
+        str(file.relative_to(ROOT))
+        for folder in ("services", "tools")
+        for file in (ROOT / folder).rglob("*.py")
+        if re.search(
+            r"\b(Counter|Gauge|Histogram|Summary|Info)MetricFamily\b|prometheus_client import .*\bGauge\b",
+            file.read_text(encoding="utf-8"),
+        )
+    }
+    assert makers == {"services/chassis/trtmesh/chassis/metrics.py"}

@@ -1,11 +1,18 @@
-"""One mesh for the tests of a module."""
+"""One mesh for the tests of a module, and options."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 from e2e.mesh import PATIENT, SIMULATED, WIDE_TOKENS, Mesh, running_mesh
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds options for command lines with this folder or a file in it."""
+    parser.addoption("--before", help="revision that makes the receipts of test_releases")
+    parser.addoption("--receipts", help="receipts of test_releases")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -338,10 +338,14 @@ class Mesh:
         insort(processes, process, key=lambda each: self._turns[each.pid])
 
     async def start_tokenizer(
-        self, model_dir: Path = DEMO, port: int = 0, tool_format: str = "auto"
+        self,
+        model_dir: Path = DEMO,
+        port: int = 0,
+        tool_format: str = "auto",
+        env: Mapping[str, str] | None = None,
     ) -> ServiceProcess:
         flags = ("--model-dir", str(model_dir), "--port", str(port), "--tool-format", tool_format)
-        process = await self.start("tokenizer", *flags)
+        process = await self.start("tokenizer", *flags, env=env)
         self._add(process, self.tokenizers)
         return process
 

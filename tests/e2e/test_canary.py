@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.corruption import CONDITIONS, SIMULATED_FAULT, corrupted
+from e2e.corruption import CONDITIONS, OTHER_DEVICE, SIMULATED_FAULT, corrupted
 from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
 from router.adapters.contents_of import content
 from trtmesh.tools.auditing.receipt_file import read_receipts
@@ -23,9 +23,6 @@ NAMES = ("bad", "one", "two")
 ADAPTERS = ("--simulated-adapters-slots", "4")
 PROMPT = list(range(100, 180))
 """Two full blocks and a part of one."""
-
-OTHER_SETTINGS = ("--simulated-timing-prefill-tokens-per-step", "16")
-"""Changes the tokens too, where the fault is in the settings."""
 
 
 @asynccontextmanager
@@ -39,13 +36,13 @@ async def canary_mesh(
 ) -> AsyncIterator[Mesh]:
     """A mesh whose worker `bad` has a fault."""
     code = SIMULATED_FAULT.format(condition=CONDITIONS.get(fault, "False"))
+    if fault == "device":
+        code = SIMULATED_FAULT.format(condition="True") + OTHER_DEVICE
 
     async def start(mesh: Mesh) -> None:
         starts = [mesh.start_tokenizer()]
         for name in names:
             own = [*engine_flags]
-            if fault == "settings" and name == "bad":
-                own += OTHER_SETTINGS
             if fault == "checksum":
                 own += ["--role", "prefill" if name == "two" else "decode"]
             env = corrupted(folder / "fault", code) if name == "bad" else None
@@ -95,7 +92,7 @@ def most_items(share: float, bad_part: float) -> int:
     return math.ceil(math.log(1e-6) / math.log(1 - share * bad_part))
 
 
-@pytest.mark.parametrize("fault", ["weights", "kv", "adapter", "checksum", "settings"])
+@pytest.mark.parametrize("fault", ["weights", "kv", "adapter", "checksum"])
 async def test_corruption_is_found_and_its_worker_rests(tmp_path: Path, fault: str) -> None:
     async with canary_mesh(tmp_path, fault) as mesh:
         options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "text": False}
@@ -117,7 +114,6 @@ async def test_corruption_is_found_and_its_worker_rests(tmp_path: Path, fault: s
             admin_pb.WORKER_STATE_READY
         }
         assert "silent corruption" in mesh.router.stderr
-        assert ("their settings differ" in mesh.router.stderr) is (fault == "settings")
         await check_receipts(mesh, tmp_path / "receipts.jsonl", fault)
         # It takes nothing more, and what others generate is as before.
         found = await outcomes(mesh)
@@ -186,6 +182,26 @@ async def test_honest_workers_agree_whatever_is_asked(tmp_path: Path) -> None:
         assert (await outcomes(mesh))["identical"] == 17
         assert not await alerts(mesh)
         await mesh.idle()
+
+
+async def test_workers_that_are_not_exact_with_each_other_are_not_compared(tmp_path: Path) -> None:
+    async with canary_mesh(tmp_path, "device", share=1.0) as mesh:
+        for number in range(6):
+            await mesh.client.complete([PROMPT], request_id=f"item-{number}", max_tokens=8)
+        await eventually(lambda: examined(mesh))
+        found = await outcomes(mesh)
+        assert (found["identical"], found["dropped"]) == (4, 2)
+        assert not await alerts(mesh)
+        told = "items of worker bad are not compared, as no other one is exact with it"
+        assert f"{told}; what differs: device" in mesh.router.stderr
+        await eventually(lambda: receipts_written(tmp_path / "receipts.jsonl", 6))
+        kept = receipts_in(tmp_path / "receipts.jsonl").values()
+        digests = {each.workers[0].worker: each.workers[0].settings_digest for each in kept}
+        assert digests["one"] == digests["two"] != digests["bad"]
+
+
+async def receipts_written(file: Path, count: int) -> bool:
+    return len(receipts_in(file)) >= count
 
 
 async def test_two_workers_that_differ_rest_nobody(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shutil
 import subprocess
 import time
@@ -131,6 +133,7 @@ async def test_pages_under_load_keep_the_contract() -> None:
             full = f"gen_ai_server_{name}_seconds_count"
             assert picked(page, full, gen_ai_operation_name=CHAT) == 1
             assert picked(page, full, gen_ai_operation_name=TEXT) == least
+        await check_load_headers(http)
         for process in (mesh.router, *mesh.tokenizers, *mesh.engines):
             check_page(await page_of(process))
             await asyncio.to_thread(check_open_page, process.metrics_port)
@@ -144,6 +147,27 @@ async def ended(mesh: Mesh) -> Mapping[tuple[str, str], float]:
         for each in samples_in(await page_of(mesh.router))
         if each.name == "trtmesh_router_requests_total"
     }
+
+
+async def check_load_headers(http: PlainHttp) -> None:
+    """The load stands in the head of any answer, of a stream too, for those who ask."""
+    path, body = DOORS[2]
+    for kind, more in (("text", {}), ("JSON", {"stream": True}), ("BIN", {})):
+        headers = {"endpoint-load-metrics-format": kind}
+        reply = await http.call("POST", path, body | more, headers=headers)
+        told = reply.headers.get("endpoint-load-metrics", "")
+        if kind == "text":
+            assert re.fullmatch(
+                r"TEXT named_metrics\.kv_cache_utilization=0\.\d+, named_metrics\.kv_cache_usage_perc=0\.\d+,"
+                r" named_metrics\.num_requests_waiting=0",
+                told,
+            )
+        elif kind == "JSON":
+            named = json.loads(told.removeprefix("JSON "))["named_metrics"]
+            assert 0 < named["kv_cache_utilization"] == named["kv_cache_usage_perc"] < 1
+        else:
+            assert told == ""
+    assert "endpoint-load-metrics" not in (await http.post(path, body)).headers
 
 
 def check_page(page: str) -> None:

@@ -1,4 +1,4 @@
-"""The canary over a real model: spoilt KV that is reused shows in the tokens."""
+"""The canary over a real model: a flipped bit of the weights, of an adapter or of KV that is reused is found."""
 
 from __future__ import annotations
 
@@ -6,25 +6,37 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from e2e.corruption import TORCH_FAULT, corrupted
 from e2e.mesh import DEMO, PATIENT, Mesh, eventually, running_mesh, scrape
 from e2e.test_canary import NAMES, alerts, examined, outcomes, state_of
+from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 TORCH = (
     *("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "4096"),
     *("--torch-batch-invariant", "true", "--load-interval-seconds", "0.05"),
+    *("--torch-adapters-host-bytes", str(2**26), "--torch-adapters-max-batch-adapters", "1"),
 )
-PROMPT = list(range(300, 380))
+ADAPTER = "docstrings"
+FAULTS = ("weights", "adapter", "kv")
+LAST_TOKEN = 379
 MOST_ITEMS = 12
 """Each is compared, and every third is the bad worker's."""
 
 
-async def test_spoilt_kv_is_found(tmp_path: Path) -> None:
+def prompt_of(fault: str) -> list[int]:
+    """KV of former faults is not reused."""
+    return [300 + FAULTS.index(fault), *range(300, LAST_TOKEN + 1)]
+
+
+@pytest.mark.timeout(900)
+async def test_flipped_bit_is_found(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
+    flag.touch()
 
     async def start(mesh: Mesh) -> None:
-        code = TORCH_FAULT.format(flag=str(flag))
+        code = TORCH_FAULT.format(flag=str(flag), token=LAST_TOKEN)
         starts = [mesh.start_tokenizer()]
         for name in NAMES:
             env = corrupted(tmp_path / "fault", code) if name == "bad" else None
@@ -36,21 +48,33 @@ async def test_spoilt_kv_is_found(tmp_path: Path) -> None:
         await mesh.ready(len(NAMES), 1)
 
     async with running_mesh(start=start) as mesh:
-        options: dict[str, Any] = {"max_tokens": 16, "ignore_end_id": True, "log_probs": True}
+        adapter = AdapterContent.read(DEMO.parent / "demo-adapters" / ADAPTER, 2**26)
+        await mesh.admin.upload_adapter(admin_pb.AddAdapterRequest(name=ADAPTER), adapter)
 
-        async def ask(items: int) -> None:
+        async def ask(fault: str, items: int) -> bool:
+            """Whether an alert came within so many items."""
+            told = await alerts(mesh)
+            options: dict[str, Any] = {"max_tokens": 16, "ignore_end_id": True}
+            if fault == "adapter":
+                options["adapter"] = ADAPTER
             for _ in range(items):
-                await mesh.client.complete([PROMPT], **options)
+                await mesh.client.complete([prompt_of(fault)], **options)
                 await eventually(lambda: examined(mesh))
-                if await alerts(mesh):
-                    return
+                if await alerts(mesh) != told:
+                    return True
+            return False
 
-        await ask(len(NAMES))
-        assert not await alerts(mesh)
-        assert (await outcomes(mesh))["identical"] == len(NAMES)
-        flag.touch()
-        await ask(MOST_ITEMS)
-        assert await alerts(mesh) == {"bad": 1}
-        assert (await state_of(mesh, "bad")).state == admin_pb.WORKER_STATE_DRAINING
+        for number, fault in enumerate(FAULTS):
+            # Workers have the prompt's KV from here on.
+            assert not await ask(fault, len(NAMES))
+            flag.write_text(fault)
+            assert await ask(fault, MOST_ITEMS), fault
+            assert await alerts(mesh) == {"bad": number + 1}
+            assert (await state_of(mesh, "bad")).state == admin_pb.WORKER_STATE_DRAINING
+            flag.write_text("")
+            await mesh.admin.resume_worker("bad")
+        found = await outcomes(mesh)
+        assert found["identical"] >= len(FAULTS) * len(NAMES)
+        assert found["failed"] == found["dropped"] == 0
         samples = await scrape(mesh.router)
         assert samples["trtmesh_router_worker_leases"] == 0

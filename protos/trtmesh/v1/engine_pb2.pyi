@@ -1214,6 +1214,22 @@ class GetEngineResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class ComputationEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     WORKER_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
@@ -1246,7 +1262,7 @@ class GetEngineResponse(google.protobuf.message.Message):
     HANDOFF_KIND_FIELD_NUMBER: builtins.int
     MAX_QUEUE_SIZE_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
-    SETTINGS_FINGERPRINT_FIELD_NUMBER: builtins.int
+    COMPUTATION_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -1305,8 +1321,6 @@ class GetEngineResponse(google.protobuf.message.Message):
     """Most sequences that wait beyond a full batch; one more is refused with QUEUE_FULL. Unset means unknown."""
     instance: builtins.str
     """Random name of the process: two addresses with one name are one worker. Empty means unknown."""
-    settings_fingerprint: builtins.str
-    """Hash of the backend's settings. For receipts: workers with different hashes may still give equal tokens."""
     @property
     def supported_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Supported config fields, as paths from GenerationConfig such as `sampling.top_k`. Any other set field is refused
@@ -1332,6 +1346,12 @@ class GetEngineResponse(google.protobuf.message.Message):
     @property
     def kv_transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[trtmesh.v1.kv_transfer_pb2.KvTransport.ValueType]:
         """Transports for handoffs, the preferred first."""
+
+    @property
+    def computation(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """What tokens depend on beside the model, the tokenizer and the request, by name, such as `device`: workers that
+        resume exactly give equal tokens where all of it is equal. Empty means unknown.
+        """
 
     def __init__(
         self,
@@ -1368,10 +1388,10 @@ class GetEngineResponse(google.protobuf.message.Message):
         handoff_kind: builtins.str = ...,
         max_queue_size: builtins.int | None = ...,
         instance: builtins.str = ...,
-        settings_fingerprint: builtins.str = ...,
+        computation: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "max_queue_size", b"max_queue_size"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "instance", b"instance", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_queue_size", b"max_queue_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "settings_fingerprint", b"settings_fingerprint", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "backend", b"backend", "computation", b"computation", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "instance", b"instance", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_queue_size", b"max_queue_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_queue_size", b"_max_queue_size"]) -> typing.Literal["max_queue_size"] | None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

@@ -148,7 +148,7 @@ class WorkerSpan(google.protobuf.message.Message):
     model_digest: builtins.bytes
     """Digest of the model's fingerprint."""
     settings_digest: builtins.bytes
-    """Digest of the backend, the type of its weights and the settings of its results."""
+    """Digest of what else tokens depend on, as the worker tells: backend, device, type of data, settings."""
     exact: builtins.bool
     """Whether the worker promises equal tokens for equal requests, whatever else it computes."""
     by_handoff: builtins.bool

@@ -11,12 +11,16 @@ import torch
 from trtmesh.chassis.device_names import VISIBLE, DeviceName, DeviceNames
 from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.engine.backends.torch import loading
-from trtmesh.engine.backends.torch.devices import present, see_alone
+from trtmesh.engine.backends.torch.devices import hardware_of, present, see_alone
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 GPU = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 OTHER = "GPU-00000000-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-f3b23c1c-9b4d-5d0a-8c4b-1a2b3c4d5e6f"
+
+
+def test_kind_of_a_cpu_has_its_instructions() -> None:
+    assert hardware_of(torch.device("cpu")).endswith(torch.backends.cpu.get_cpu_capability())
 
 
 @pytest.mark.parametrize("name", [GPU, MIG])

@@ -25,6 +25,7 @@ from trtmesh.router.hedging.lateness import (
     least,
     obstacles,
     step_margin,
+    text,
 )
 
 
@@ -106,14 +107,14 @@ def test_first_token_is_late_beyond_usual_waits() -> None:
     assert first_margin(seen(*[1.0] * 100)) == pytest.approx(2.0)
 
 
-WELL = Peer("a", ("m", "f"), True, True, False, 3, 8, 0, 0.0, 0.2)
+WELL = Peer("a", {"model": "m", "device": "f"}, True, True, False, 3, 8, 0, 0.0, 0.2)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({}, None),
-        ({"kind": ("m", "g")}, Obstacle.OTHER_MODEL),
+        ({"kind": {"model": "m", "device": "g"}}, Obstacle.OTHER_KIND),
         ({"is_exact": False}, Obstacle.NOT_EXACT),
         ({"is_ready": False}, Obstacle.UNREADY),
         ({"is_late": True}, Obstacle.LATE),
@@ -132,6 +133,13 @@ def test_peer_takes_no_copies_because(change: dict[str, Any], why: Obstacle | No
     expected = {"a": Obstacle.ALONE} | ({"b": why} if why else {})
     assert obstacles(WELL, [WELL, other]) == expected
     assert why is None or why.text
+
+
+def test_what_differs_is_told() -> None:
+    other = replace(WELL, address="b", kind={"model": "m", "device": "g", "more": "1"})
+    told = "it is not exact with the first worker: another device, more"
+    assert text(Obstacle.OTHER_KIND, WELL, other) == told
+    assert text(Obstacle.BUSY, WELL, other) == Obstacle.BUSY.text
 
 
 def test_inexact_worker_is_not_left_either() -> None:

@@ -82,6 +82,7 @@ def test_what_may_not_move_stays_and_full_or_other_workers_get_nothing() -> None
     for other in (
         replace(empty, takes=False),
         replace(empty, kv=None),
+        replace(empty, kind={"device": "another"}),
         replace(empty, kv=KV._replace(compatibility_hash=b"other")),
         replace(empty, used_blocks=990),
         replace(empty, most_sequences=0),

@@ -90,6 +90,8 @@ class BackendInfo:
     """Most layers of a part of a handoff."""
     started_role: epb.WorkerRole.ValueType | None = None
     """Role for which the engine was started elsewhere; a role of the settings goes first."""
+    computation: Mapping[str, str] | None = None
+    """What tokens depend on beside the data type, by name; None where that may be any setting."""
     state_kind: StateKind | None = None
     """Set by a backend that hands over by states of its own; KV pools are then not asked for."""
 

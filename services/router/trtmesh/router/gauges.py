@@ -88,6 +88,22 @@ class Rooms(Collector):
         names = self.metrics.model_names
         return {names[model]: each for model, each in known.items() if each is not None}
 
+    def load(self) -> Mapping[str, float]:
+        """What balancers learn from the heads of answers: KV in use under the names of Triton and vLLM, and waiting
+        sequences."""
+        loads = [worker.load for worker in self.workers]
+        total, used = (
+            sum(getattr(e, name) for e in loads) for name in ("total_blocks", "used_blocks")
+        )
+        waiting = sum(each.waiting_sequences for each in loads)
+        waiting += sum(sequences for _, _, sequences in self.requests.unplaced())
+        use = used / (total or 1)
+        return {
+            "kv_cache_utilization": use,
+            "kv_cache_usage_perc": use,
+            "num_requests_waiting": waiting,
+        }
+
     def collect(self) -> Iterator[Metric]:
         """Called in Prometheus' own thread."""
         yield from families(PREFIX, GAUGES, self)

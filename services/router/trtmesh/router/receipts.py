@@ -155,7 +155,7 @@ def _span(worker: Worker, from_tokens: Sequence[int]) -> receipt_pb.WorkerSpan:
         worker=worker.name,
         from_tokens=from_tokens,
         model_digest=digest(capabilities.identity.model_fingerprint.encode()),
-        settings_digest=digest(capabilities.settings_fingerprint.encode()),
+        settings_digest=digest(repr(sorted(capabilities.computation.items())).encode()),
         exact=Capability.EXACT_RESUMPTION in capabilities.optional,
     )
 

@@ -34,6 +34,7 @@ from trtmesh.router.doors.admin.door import AdminDoor
 from trtmesh.router.doors.admin.service import RouterAdminService
 from trtmesh.router.doors.guard import CallerGuard
 from trtmesh.router.doors.http.authorising import Handler
+from trtmesh.router.doors.http.load_header import LoadHeader
 from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.native import MeshService
 from trtmesh.router.doors.openai.door import OpenAi
@@ -173,6 +174,8 @@ class Router:
             self._metrics,
         )
         runtime.registry.register(rooms)
+        if self._http is not None:
+            self._http.app.on_response_prepare.append(LoadHeader(rooms.load).tell)
         self._line_files = [each for each in (self._recorder, self._receipts.file) if each]
         for file in self._line_files:
             runtime.registry.register(file)

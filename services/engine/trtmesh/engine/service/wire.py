@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from hashlib import blake2b
 
@@ -21,6 +21,7 @@ from trtmesh.engine.handoff.descriptor import shape_of
 from trtmesh.engine.handoff.own_kv import OwnKv, OwnStates
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 _STATS_FIELDS = [
@@ -45,12 +46,12 @@ def describe(
     """Describes the worker; `own` is None without handoffs."""
     same = {name: getattr(info, name) for name in _INFO_FIELDS}
     same["supported_fields"] = sorted(info.supported_fields)
+    same["computation"] = _computation(info, settings)
     engine = epb.GetEngineResponse(
         worker=worker,
         role=role_of(settings, info),
         schema_revision=SCHEMA_REVISION,
         instance=secrets.token_hex(8),
-        settings_fingerprint=_settings_fingerprint(settings),
         load_interval_ms=max(1, round(settings.load_interval_seconds * 1000)),
         **same,
         **asdict(info.capabilities),
@@ -62,10 +63,13 @@ def describe(
     return engine
 
 
-def _settings_fingerprint(settings: EngineSettings) -> str:
-    backend = settings.backend
-    content = f"{backend} {getattr(settings, backend).model_dump_json()}"
-    return blake2b(content.encode(), digest_size=16).hexdigest()
+def _computation(info: BackendInfo, settings: EngineSettings) -> Mapping[str, str]:
+    told = info.computation
+    if told is None:
+        content = getattr(settings, settings.backend).model_dump_json()
+        told = {"settings": blake2b(content.encode(), digest_size=16).hexdigest()}
+    data_type = pb.DataType.DESCRIPTOR.values_by_number[info.data_type].name
+    return {"backend": info.backend, "data_type": data_type, **told}
 
 
 def _describe_kv(engine: epb.GetEngineResponse, own: OwnKv) -> None:

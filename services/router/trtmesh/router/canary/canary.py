@@ -20,6 +20,7 @@ from trtmesh.router.canary.sample import SampledItem, has_room, is_chosen, repea
 from trtmesh.router.canary.verdict import Generated, Side, Verdict, judged
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.fleet.worker_capabilities import unlike
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import AdapterNeed, Capability
 from trtmesh.router.receipts import ItemReceipt, Receipts, encoded
@@ -83,7 +84,10 @@ class Canary:
         signed, outputs = receipt.signed, [Generated.of(run) for run in runs]
         if signed is None or not any(output.token_ids for output in outputs):
             return
-        if receipt.prompt_tokens > MOST_PROMPT_TOKENS or any(r.error or r.is_beam for r in runs):
+        kinds = [taker.worker.capabilities.kind for taker in receipt.takers]
+        is_mixed = any(kind != kinds[0] for kind in kinds)
+        is_long = receipt.prompt_tokens > MOST_PROMPT_TOKENS
+        if is_mixed or is_long or any(run.error or run.is_beam for run in runs):
             self._counts["unfit"] += 1
             return
         for span in receipt.content.workers:
@@ -137,6 +141,7 @@ class Canary:
         second = await self._repeated(sample, known, IDLE_SECONDS, idle=True)
         if second is None:
             self._counts["dropped"] += 1
+            self._warn_of_unlike(sample, known)
             return
         first = judged(sample.outputs, second.outputs, None)
         if first is None:
@@ -151,6 +156,24 @@ class Canary:
         if third is not None:
             verdict = judged(sample.outputs, second.outputs, third.outputs) or first
         self._report(sample, verdict, second, third)
+
+    def _warn_of_unlike(self, sample: SampledItem, known: Collection[str]) -> None:
+        """Tells what differs where no other worker of the model computes as the item's did."""
+        model = sample.receipt.model
+        others = [
+            each
+            for each in self._fleet.workers.values()
+            if each.address not in known and each.description.model == model
+        ]
+        found = {unlike(sample.kind, each.capabilities.kind) for each in others}
+        if found and "" not in found:
+            self._warn(
+                "unlike",
+                logging.WARNING,
+                "canary_share: items of worker %s are not compared, as no other one is exact with it; what differs: %s",
+                sample.takers[0].worker.name,
+                "; ".join(sorted(found)),
+            )
 
     async def _repeated(
         self, sample: SampledItem, known: Collection[str], seconds: float, *, idle: bool
@@ -198,7 +221,7 @@ class Canary:
             where.offset,
             where.sequence_index,
             name,
-            sample.facts(each.worker for each in again),
+            sample.facts,
             " ".join(map(encoded, (sample.signed, *receipts))),
         )
         if worker is not None and self._fleet.workers.get(worker.address) is worker:
@@ -230,7 +253,7 @@ def _is_fit(worker: Worker, sample: SampledItem, known: Collection[str]) -> bool
         worker.address not in known
         and not worker.drained
         and not worker.mismatch
-        and able.identity == sample.takers[0].worker.capabilities.identity
+        and able.kind == sample.kind
         and Capability.EXACT_RESUMPTION in able.optional
         and sample.item.worker_fields <= able.supported_fields
         and has_room(command, able.max_sequence_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -37,12 +37,18 @@ class SampledItem:
         return f"{self.receipt.request_id}[{self.receipt.batch_index}]"
 
     @property
+    def kind(self) -> Mapping[str, str]:
+        """That of its workers."""
+        return self.takers[0].worker.capabilities.kind
+
+    @property
     def tokens(self) -> int:
         """Tokens that it keeps in memory."""
         generated = sum(len(output.token_ids) for output in self.outputs)
         return len(self.command.token_ids) + generated
 
-    def facts(self, others: Iterable[Worker]) -> str:
+    @property
+    def facts(self) -> str:
         """Where the item's tokens and KV came from, in words."""
         spans = self.receipt.workers
         made = (
@@ -50,11 +56,8 @@ class SampledItem:
             f"{' by handoff' if span.by_handoff else ''}"
             for span in spans
         )
-        settings = {taker.worker.capabilities.settings_fingerprint for taker in self.takers}
-        settings |= {worker.capabilities.settings_fingerprint for worker in others}
-        differ = "; their settings differ" if len(settings) > 1 else ""
         reused = self.receipt.cached_prompt_tokens
-        return f"made by {', then '.join(made)}, {reused} prompt tokens reused{differ}"
+        return f"made by {', then '.join(made)}, {reused} prompt tokens reused"
 
     def worker_at(self, where: Difference) -> Worker | None:
         """The worker that generated a token; None if it was another router's."""

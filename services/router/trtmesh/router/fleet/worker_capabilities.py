@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Self
 
 from trtmesh.chassis.fingerprint import tokenizer_fits
@@ -59,8 +60,8 @@ class WorkerCapabilities:
     """A worker as GetEngineResponse describes it."""
 
     identity: Fingerprints = Fingerprints()
-    settings_fingerprint: str = ""
-    """For receipts: with other settings a worker may give other tokens."""
+    computation: Mapping[str, str] = field(default_factory=dict)
+    """What tokens depend on beside model, tokenizer and request, by name."""
     optional: frozenset[Capability] = frozenset()
     supported_fields: frozenset[str] = frozenset()
     max_sequence_tokens: int = sys.maxsize
@@ -83,7 +84,7 @@ class WorkerCapabilities:
         max_sequences = engine.max_sequences_per_item or sys.maxsize
         return cls(
             Fingerprints(engine.model_fingerprint, engine.tokenizer_fingerprint),
-            engine.settings_fingerprint,
+            {**engine.computation},
             capabilities_of(engine),
             with_texts(engine.supported_fields),
             engine.max_sequence_tokens or sys.maxsize,
@@ -97,6 +98,12 @@ class WorkerCapabilities:
         )
 
     @property
+    def kind(self) -> Mapping[str, str]:
+        """Equal for workers that give equal tokens, if they promise to."""
+        own = {"model": self.identity.model_fingerprint}
+        return own | {"tokenizer": self.identity.tokenizer_fingerprint} | {**self.computation}
+
+    @property
     def has_leases(self) -> bool:
         """Whether KV of running sequences moves, and waits for clients: under leases of blocks."""
         return self.kv is not None and not self.kv.state_kind
@@ -104,6 +111,11 @@ class WorkerCapabilities:
     def refuses_handoffs(self, load: pb.Load) -> bool:
         """Whether the worker reserves no blocks, because too many wait for reads of ended handoffs."""
         return self.kv is not None and load.quarantined_blocks > self.max_quarantined_blocks
+
+
+def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The names of what differs between two kinds, or ''."""
+    return ", ".join(name for name in {**one, **other} if one.get(name) != other.get(name))
 
 
 def cuts_short(most: int, former: int, tokens: int) -> bool:
@@ -212,7 +224,6 @@ def check_engine(engine: pb.GetEngineResponse) -> None:
         model=engine.model,
         model_fingerprint=engine.model_fingerprint,
         tokenizer_fingerprint=engine.tokenizer_fingerprint,
-        settings_fingerprint=engine.settings_fingerprint,
         handoff_kind=engine.handoff_kind,
         instance=engine.instance,
     )
@@ -222,11 +233,13 @@ def check_engine(engine: pb.GetEngineResponse) -> None:
         "draft_methods": engine.draft_methods,
         "kv_shapes": engine.kv_shapes,
         "kv_transports": engine.kv_transports,
+        "computation": engine.computation,
     }
-    for field, listed in lists.items():
+    for name, listed in lists.items():
         if len(listed) > MOST_LISTED:
-            raise ContractBroken(f"its {field} has {len(listed)} entries, more than {MOST_LISTED}")
-    for name in (*engine.supported_fields, *engine.draft_methods):
+            raise ContractBroken(f"its {name} has {len(listed)} entries, more than {MOST_LISTED}")
+    computation = chain.from_iterable(engine.computation.items())
+    for name in (*engine.supported_fields, *engine.draft_methods, *computation):
         check_names(field=name)
     check_numbers(engine, MOST_SEQUENCES, "max_batch_size", "max_sequences_per_item")
     check_numbers(engine, MOST_BLOCKS, "tokens_per_block", "total_blocks")
@@ -257,9 +270,9 @@ def check_load(load: pb.Load) -> None:
         *("adapter_loads", "adapter_evictions", "adapter_hits"),
         *("draft_tokens", "accepted_draft_tokens"),
     )
-    for field in ("sent_handoffs", "received_handoffs"):
-        if load.HasField(field):
-            check_numbers(getattr(load, field), MOST_COUNTED, *HANDOFF_COUNTS)
+    for name in ("sent_handoffs", "received_handoffs"):
+        if load.HasField(name):
+            check_numbers(getattr(load, name), MOST_COUNTED, *HANDOFF_COUNTS)
 
 
 def check_states(states: pb.AdapterStates) -> None:

@@ -31,6 +31,7 @@ from trtmesh.router.hedging.lateness import (
     least,
     obstacles,
     step_margin,
+    text,
 )
 from trtmesh.router.hedging.race import HedgeRecord, Race, RacingItem
 from trtmesh.router.hedging.settings import HedgeSettings
@@ -179,13 +180,16 @@ class Hedger:
         """Starts copies of late sequences of a worker; returns how many placements were tried."""
         peers = self._peers(worker, now)
         found = obstacles(peers[0], peers)
+        texts = {peer.address: text(found[peer.address], peers[0], peer)
+                 for peer in peers if peer.address in found}  # fmt: skip
         if len(found) == len(peers):
-            why = least(each for address, each in found.items() if address != worker.address)
+            others = {why: texts[at] for at, why in found.items() if at != worker.address}
+            why = least(others)
             for each in late:
-                self._refuse(worker, each, why)
+                self._refuse(worker, each, why, others.get(why, ""))
             return 0
         for each in late:
-            self._start(worker, found, each)
+            self._start(worker, texts, each)
         return len(late)
 
     def _earn(self) -> None:
@@ -297,7 +301,7 @@ class Hedger:
         known, rhythm = self._snapshots.get(worker.address), self._rhythms[worker]
         return Peer(
             address=worker.address,
-            kind=_kind(worker),
+            kind={"name of the model": engine.model} | {**worker.capabilities.kind},
             is_exact=_is_exact(worker),
             is_ready=worker.ready and not worker.mismatch,
             is_late=rhythm.is_late(now) or _is_silent(worker),
@@ -313,8 +317,8 @@ class Hedger:
         rest = LEAVING_TOKENS if late.cause is Cause.SLOW else 1
         return len(late.run.token_ids) < self._raced.get(late.run, -rest) + rest
 
-    def _start(self, worker: Worker, found: Mapping[str, Obstacle], late: _Late) -> None:
-        """Starts a copy on a worker without an obstacle, or tells why not."""
+    def _start(self, worker: Worker, excluded: Mapping[str, str], late: _Late) -> None:
+        """Starts a copy on a worker that is not excluded, or tells why not."""
         run, item = late.run, late.item
         price = self._price(worker, item.prompt_tokens + len(run.token_ids))
         waste = self._wastes.expected(late.cause)
@@ -325,7 +329,7 @@ class Hedger:
         allowance = self._budget.reserve(waste)
         race = Race(run, item, record, self, allowance, late.margin)
         left_out = self._fleet.shorter_than(worker, item.prompt_tokens + run.most_tokens)
-        left_out |= {address: each.text for address, each in found.items()}
+        left_out |= excluded
         try:
             refusal = item.hedge(race, left_out)
         except Exception:
@@ -416,11 +420,3 @@ def _is_exact(worker: Worker) -> bool:
         return True
     engine = worker.description
     return engine.backend == "torch" and engine.data_type == pb.DATA_TYPE_FP32
-
-
-def _kind(worker: Worker) -> tuple[str, ...]:
-    """What is reported of what tokens depend on. The fingerprint of the settings is no part: it has the device and the
-    sizes of caches, too."""
-    identity, engine = worker.capabilities.identity, worker.description
-    fingerprints = identity.model_fingerprint, identity.tokenizer_fingerprint
-    return (engine.model, *fingerprints, engine.backend, str(engine.data_type))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
+from trtmesh.router.fleet.worker_capabilities import unlike
+
 KEPT, RECENT = 512, 32
 """Gaps, waits for first tokens, or wastes that are remembered; the latest of them by which a worker is slow."""
 LEAST_SEEN = 20
@@ -51,13 +53,13 @@ class Obstacle(Enum):
     LATE = "late"
     UNREADY = "unready"
     NOT_EXACT = "not_exact"
-    OTHER_MODEL = "other_model"
+    OTHER_KIND = "other_kind"
     ALONE = "alone"
     ITEM = "item"
 
     @property
     def text(self) -> str:
-        """The reason of a worker's exclusion."""
+        """The reason of a worker's exclusion, without what differs."""
         return _TEXTS.get(self, "")
 
 
@@ -68,7 +70,7 @@ _TEXTS = {
     Obstacle.LATE: "it is late itself",
     Obstacle.UNREADY: "it takes no items",
     Obstacle.NOT_EXACT: "its tokens depend on the batch: neither batch_invariant nor float32",
-    Obstacle.OTHER_MODEL: "its model, tokenizer or kind of computation is another",
+    Obstacle.OTHER_KIND: "it is not exact with the first worker",
     Obstacle.ALONE: "there is no other worker",
 }
 
@@ -134,8 +136,8 @@ class Peer:
     """A worker as one that may compute copies."""
 
     address: str
-    kind: tuple[str, ...]
-    """Equal for workers whose tokens are equal: model, tokenizer, backend and type of data."""
+    kind: Mapping[str, str]
+    """Equal for workers whose tokens are equal."""
     is_exact: bool
     is_ready: bool
     is_late: bool
@@ -152,7 +154,7 @@ def obstacle(first: Peer, other: Peer) -> Obstacle | None:
     if other.address == first.address:
         return Obstacle.ALONE
     if other.kind != first.kind:
-        return Obstacle.OTHER_MODEL
+        return Obstacle.OTHER_KIND
     if not (first.is_exact and other.is_exact):
         return Obstacle.NOT_EXACT
     if not other.is_ready:
@@ -172,6 +174,12 @@ def obstacles(first: Peer, peers: Sequence[Peer]) -> Mapping[str, Obstacle]:
     """The peers that may not compute a copy of a sequence of `first`, by address."""
     found = ((peer.address, obstacle(first, peer)) for peer in peers)
     return {address: why for address, why in found if why is not None}
+
+
+def text(why: Obstacle, first: Peer, other: Peer) -> str:
+    """The reason of a worker's exclusion."""
+    different = unlike(first.kind, other.kind) if why is Obstacle.OTHER_KIND else ""
+    return f"{why.text}: another {different}" if different else why.text
 
 
 def least(found: Iterable[Obstacle]) -> Obstacle:

@@ -75,6 +75,8 @@ class Site:
     """Time to receive the KV of a token."""
     handoff_seconds: float
     kv: KvFacts | None = None
+    kind: Mapping[str, str] = field(default_factory=dict)
+    """Equal for workers whose tokens are equal."""
     held: Container[AdapterKey] = frozenset()
     stands_for: int = 1
     """Sequences of the worker that each of its streams here stands for: of many there is a sample."""
@@ -204,7 +206,9 @@ def _crews(sites: Sequence[Site], streams: Iterable[Stream]) -> dict[str, _Crew]
 
 def _fits(sender: Site, receiver: Site) -> bool:
     ours, theirs = sender.kv, receiver.kv
-    return ours is not None and theirs is not None and sender is not receiver and ours.fits(theirs)
+    if ours is None or theirs is None or sender is receiver:
+        return False
+    return sender.kind == receiver.kind and ours.fits(theirs)
 
 
 def evened(sites: Sequence[Site], streams: Iterable[Stream], most: int) -> Iterator[Move]:

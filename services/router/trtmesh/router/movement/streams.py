@@ -81,6 +81,7 @@ def _site(worker: Worker, typical: Typical, stands_for: int) -> Site:
         transfer_seconds=(able.kv.token_bytes if able.kv else 0) * guard.byte_seconds(typical),
         handoff_seconds=typical.handoff_seconds,
         kv=able.kv,
+        kind=able.kind,
         held=worker.adapters.held,
         stands_for=stands_for,
     )

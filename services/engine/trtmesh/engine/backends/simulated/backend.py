@@ -300,6 +300,7 @@ def _info(settings: SimulatedSettings) -> BackendInfo:
     return BackendInfo(
         backend="simulated",
         model="simulated",
+        computation={},
         model_fingerprint="simulated-" + blake2b(content.encode(), digest_size=8).hexdigest(),
         tokenizer_fingerprint=ids.tokenizer_fingerprint,
         vocabulary_size=ids.size,

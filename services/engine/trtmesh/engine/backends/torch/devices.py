@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,18 @@ def present(name: DeviceName) -> torch.device:
             setting=SETTING,
         )
     return torch.device("cuda", index)
+
+
+def hardware_of(device: torch.device) -> str:
+    """The kind of a device that is present: other ones may add up in another order."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+    return platform.machine()
 
 
 def see_alone(name: DeviceName, environ: MutableMapping[str, str]) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from trtmesh.engine.backends.torch.compute.device import Compute, Device
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.compute.self_check import check_invariance, check_model
 from trtmesh.engine.backends.torch.cpu.device import Cpu, take_threads
-from trtmesh.engine.backends.torch.devices import present
+from trtmesh.engine.backends.torch.devices import hardware_of, present
 from trtmesh.engine.backends.torch.drafts.draft_model import DraftModel
 from trtmesh.engine.backends.torch.drafts.drafter import Drafter
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting
@@ -237,6 +238,13 @@ def _engine(
         static_batching=batching.is_static,
         max_adapter_bytes=_most_adapter_bytes(settings.adapters),
         layers_per_part=min(LAYERS_PER_PART, model.kv_shape.layers),
+        computation={
+            "device": f"{len(settings.device.names)} of {hardware_of(device.name)}",
+            "libraries": f"torch {torch.__version__}, transformers {version('transformers')}",
+            "batch_invariant": str(settings.batch_invariant),
+            "weight_copies": str(settings.weight_copies),
+            "guided.max_whitespace": str(settings.guided.max_whitespace),
+        },
     )
     adapters = _adapters(settings.adapters, model)
     block_tables = _tables(settings, sizes)
