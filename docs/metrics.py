@@ -26,11 +26,29 @@ Written by `python docs/metrics.py` from the tables by which the services serve 
   of models. The time of an output token is the mean of a sequence; `trtmesh_router_inter_token_seconds` has each gap.
 * **Scrapes** are rendered on a thread, once for all that wait, and take a fifth of a core at most.
 
-A router is what a gateway sees of a mesh, also where its engines are in the same process: its page has what llm-d's
-endpoint picker reads. Label its pods `llm-d.ai/engine-type: triton-tensorrt-llm`, and name `vllm:lora_requests_info`
-as `loRASpec` of that engine in the picker's configuration. `nv_trt_llm_request_metrics` counts as `waiting` what
-waits in this router and in all engines of the model, and as `scheduled` what runs in the engines, for any router. The
-picker reads the first model of a page. The pages of engines are for operators.
+## Behind a gateway
+
+A router is what a gateway sees of a mesh, also where its engines are in the same process; the pages of engines are for
+operators. `nv_trt_llm_request_metrics` counts as `waiting` what waits in this router and in all engines of the model,
+and as `scheduled` what runs in the engines, for any router. llm-d's endpoint picker reads it, the KV cache and the
+adapters with this configuration, from pods with the label `llm-d.ai/engine-type: triton-tensorrt-llm`; it takes the
+first model of a page:
+
+```yaml
+plugins:
+- type: metrics-data-source
+  parameters: {port: 8002}
+- type: core-metrics-extractor
+  parameters:
+    engineConfigs:
+    - name: triton-tensorrt-llm
+      queuedRequestsSpec: nv_trt_llm_request_metrics{request_type=waiting}
+      runningRequestsSpec: nv_trt_llm_request_metrics{request_type=scheduled}
+      kvUsageSpec: nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=fraction}
+      cacheBlockSizeSpec: nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=tokens_per}
+      cacheNumBlocksSpec: nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=max}
+      loraSpec: vllm:lora_requests_info
+```
 
 Balancers without a scraper send `endpoint-load-metrics-format: TEXT` (or `JSON`) with a request on the HTTP port: the
 head of the answer then has `endpoint-load-metrics` (ORCA) with `kv_cache_utilization`, which vLLM calls

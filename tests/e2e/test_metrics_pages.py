@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 from compat.plain_http import PlainHttp
 from e2e.mesh import SIMULATED, Mesh, eventually, page_of, running_mesh, samples_in
@@ -55,6 +56,9 @@ async def test_a_picker_of_endpoints_sees_what_waits_and_runs() -> None:
         assert picked(page, "trtmesh_router_waiting_sequences", model="demo") == ASKED - IN_ENGINE
         assert picked(of_engine, "trtmesh_engine_waiting_sequences") == IN_ENGINE - ROOM
         assert picked(page, "nv_trt_llm_request_metrics", request_type="active") == ASKED
+        read = {key: picked(page, name, **labels) for key, (name, labels) in specs().items()}
+        assert (read["queuedRequestsSpec"], read["runningRequestsSpec"]) == (ASKED - ROOM, ROOM)
+        assert read["loraSpec"] == picked(page, "vllm:lora_requests_info")
         await check_blocks(mesh)
         (info,) = [each for each in samples_in(page) if each.name == "vllm:lora_requests_info"]
         assert abs(info.value - time.time()) < 600
@@ -66,6 +70,13 @@ async def test_a_picker_of_endpoints_sees_what_waits_and_runs() -> None:
         for reader in begun:
             await reader.cancel()
         await eventually(partial(shows, mesh, 0, 0))
+
+
+def specs() -> Mapping[str, tuple[str, Mapping[str, str]]]:
+    """What the picker of the documentation reads: names and labels."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    found = re.findall(r"(\w+Spec): ([\w:]+)(?:{(\w+)=(\w+)})?\n", page)
+    return {key: (name, {label: value} if label else {}) for key, name, label, value in found}
 
 
 async def shows(mesh: Mesh, scheduled: int, waiting: int) -> bool:
@@ -84,10 +95,14 @@ async def check_blocks(mesh: Mesh) -> None:
             picked(engine, f"trtmesh_engine_{name}_blocks") for name in ("used", "total")
         )
         told = {
-            word: picked(page, "nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=word)
-            for word in ("fraction", "tokens_per", "max")
+            key: picked(page, name, **labels)
+            for key, (name, labels) in specs().items()
+            if name == "nv_trt_llm_kv_cache_block_metrics"
         }
-        return used > 0 and told == {"fraction": used / total, "tokens_per": 32, "max": total}
+        fraction = round(used / total, 12)
+        told["kvUsageSpec"] = round(told["kvUsageSpec"], 12)
+        expected = {"kvUsageSpec": fraction, "cacheBlockSizeSpec": 32, "cacheNumBlocksSpec": total}
+        return used > 0 and told == expected
 
     await eventually(equal)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
-from time import perf_counter
+from time import monotonic
 from typing import Self
 
 from trtmesh.chassis.errors import ROW_BY_CLASS, Cancelled, InternalError, TrtmeshError
@@ -71,11 +71,18 @@ class GenerationCall(AbstractContextManager["GenerationCall"]):
     """The block of a client's call, counted by the outcome: refused before the items ran; failed with any item;
     cancelled by the client, the deadline or this router; or complete."""
 
-    def __init__(self, door: str, metrics: ModelMetrics, operation: str = TEXT_COMPLETION) -> None:
-        """`metrics` are the metrics of the model of the call; `operation` counts until the request runs."""
+    def __init__(
+        self,
+        door: str,
+        metrics: ModelMetrics,
+        operation: str = TEXT_COMPLETION,
+        began: float | None = None,
+    ) -> None:
+        """`metrics` are the metrics of the model of the call; `operation` counts until the request runs; `began` is the
+        monotonic time of its arrival, by default now."""
         self.metrics = metrics
         self._door, self._operation = door, operation
-        self._began = perf_counter()
+        self._began = monotonic() if began is None else began
         self.outcome = "refused"
         self.failure = ""
         """The reason word of an item that failed."""
@@ -92,7 +99,7 @@ class GenerationCall(AbstractContextManager["GenerationCall"]):
         """Counts the call, which ends with an error if any."""
         self.metrics.requests[self._door, self.outcome] += 1
         error_type = self.failure or _error_type(error)
-        seconds, context = perf_counter() - self._began, self.context
+        seconds, context = monotonic() - self._began, self.context
         if context is None:
             self.metrics.of(self._operation).ended(error_type, seconds)
         else:

@@ -92,9 +92,13 @@ class Generations:
         self._engines = engines
         self._named: dict[RequestKey, LiveRequest | BlsLoop] = {}
 
-    def counting(self, model: Model) -> GenerationCall:
-        """The block of a call of a model, which counts its end."""
-        return GenerationCall(DOOR, self._requests.metrics_of(model.mesh_model))
+    def refused(self, model: Model, error: TrtmeshError, began: float) -> None:
+        """Counts a request that could not be read, which arrived at a monotonic time."""
+        self._call_of(model, began).end(error)
+
+    def _call_of(self, model: Model, began: float) -> GenerationCall:
+        metrics = self._requests.metrics_of(model.mesh_model)
+        return GenerationCall(DOOR, metrics, began=began)
 
     def problem(self, model: Model, template: GenerationTemplate) -> str:
         """Why a model takes no requests now, or ''."""
@@ -126,7 +130,7 @@ class Generations:
             wrap_size(call, self._engines),
             bias_size(call, self._engines, self._texts),
         )
-        with self.counting(call.model) as generation:
+        with self._call_of(call.model, call.arrived_ns / 1e9) as generation:
             owner = caller.identity
             call, request = await message.run(partial(_read, template, call, *sizes))
             if self._may_loop(call.model, request):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
+from time import monotonic
 from typing import Any
 
 from trtmesh.chassis.errors import (
@@ -115,14 +116,14 @@ class TritonServer:
         """Reads the ModelInferRequest of a message, for `wording` too; `raw` are its raw contents where a door has them
         apart. Raises ModelNotFound or InvalidRequest."""
         served = model or self.find_model(request.model_name, request.model_version)
-        reading = self._generations.counting(served)
+        began = monotonic()
         try:
             call = await message.read(partial(read_call, served, request, raw, unary=unary))
             wording.sentence = call.sentence
             self._parameters.check(call)
         except TrtmeshError as error:
             if isinstance(served.template, GenerationTemplate):
-                reading.end(error)
+                self._generations.refused(served, error, began)
             raise
         return call
 
