@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from random import Random
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, KvCache, Lora
 from trtmesh.router.kv_index import KvIndex, PromptBlocks, prefix_root
-from trtmesh.router.kv_index.index import MOST_RECENT, RECENT_SECONDS, RecentBlocks
+from trtmesh.router.kv_index.index import MOST_LEFT, MOST_RECENT, RECENT_SECONDS, RecentBlocks
 
 WORKERS = "abcde"
 ACTIONS = st.lists(
@@ -110,6 +112,52 @@ def test_returning_worker_starts_without_blocks() -> None:
     index.store("new", [9])
     assert index.match([1, 2, 3], 0.1) == dict.fromkeys("acde", 3)
     assert index.match([9], 0.1) == {"new": 1}
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2.6, 4.9, 5.1, 60.0])
+def test_expectations_of_a_worker_that_left_are_nobody_elses(seconds: float) -> None:
+    index = KvIndex(1000)
+    for name in ("stays", "leaves"):
+        index.store(name, [1])
+        index.expect(name, [3], 0.0)
+    index.forget("leaves")
+    for number in range(4):
+        index.store(f"new {number}", [9])
+        index.expect(f"new {number}", [4], seconds)
+    assert set(index.match([3], seconds)) <= {"stays"}
+    assert set(index.match([4], seconds)) == {f"new {number}" for number in range(4)}
+
+
+def test_workers_that_come_and_go_in_an_idle_router_take_no_more_bits() -> None:
+    index = KvIndex(1000)
+    index.store("stays", [1])
+    index.expect("stays", [1], 0.0)
+    for number in range(10 * MOST_LEFT):
+        index.store(f"{number}", [1])
+        index.forget(f"{number}")
+    index.store("new", [1])
+    assert index.match([1], 0.0) == {"stays": 1, "new": 1}
+    assert max(index._addresses) <= MOST_LEFT + 1
+
+
+def test_loss_of_a_worker_looks_at_no_block_of_others() -> None:
+    """A rack's workers are lost at once, while the router has 100,000 expected blocks."""
+    index = KvIndex()
+    index.store("lost", [1])
+    for number in range(1000):
+        index.expect(f"{number}", range(100 * number, 100 * number + 100), 1.0)
+    looked = 0
+
+    class Counted(dict[int, int]):
+        def items(self) -> Any:
+            nonlocal looked
+            looked += len(self)
+            return super().items()
+
+    recent = index._recent
+    recent._young, recent._old = Counted(recent._young), Counted(recent._old)
+    index.forget("lost")
+    assert looked == 0
 
 
 def test_expectations_are_bounded_and_end() -> None:

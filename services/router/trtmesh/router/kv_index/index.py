@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import count
 
 from trtmesh.chassis.block_hashes import chain, root_hash
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
@@ -24,6 +25,9 @@ RECENT_SECONDS = 5.0
 MOST_RECENT = 131_072
 """Expected blocks of both generations before the older one is dropped early."""
 
+MOST_LEFT = 256
+"""Workers that left before their bits are taken out of the expected blocks, where time does not end these."""
+
 
 class RecentBlocks:
     """Blocks expected on workers soon: two generations of block → bits of workers. The older is dropped
@@ -33,6 +37,12 @@ class RecentBlocks:
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._born = float("-inf")
+        self._left = self._left_before = 0
+
+    @property
+    def left(self) -> int:
+        """Bits of workers that left, which a generation may still have: of no meaning, and not to be used anew."""
+        return self._left | self._left_before
 
     @property
     def approximate_bytes(self) -> int:
@@ -57,15 +67,19 @@ class RecentBlocks:
             self._turn(self._born + RECENT_SECONDS / 2)
         return self._young, self._old
 
-    def clear(self, bit: int) -> None:
-        """Forgets the blocks of a worker."""
-        for generation in (self._young, self._old):
-            for block, mask in [*generation.items()]:
-                if mask & bit:
-                    generation[block] = mask & ~bit
+    def leave(self, bit: int) -> None:
+        """Forgets a worker. Its bits stay for a while: to look at every block for each worker of a lost rack would hold
+        up all streams."""
+        self._left |= bit
+        if self.left.bit_count() >= MOST_LEFT:
+            for generation in (self._young, self._old):
+                for block, mask in [*generation.items()]:
+                    generation[block] = mask & ~self.left
+            self._left = self._left_before = 0
 
     def _turn(self, now: float) -> None:
         self._young, self._old, self._born = {}, self._young, now
+        self._left, self._left_before = 0, self._left
 
 
 class KvIndex:
@@ -127,7 +141,7 @@ class KvIndex:
         if address in self._slots:
             self.clear(address)
             slot = self._slots.pop(address)
-            self._recent.clear(1 << slot)
+            self._recent.leave(1 << slot)
             del self._addresses[slot], self._held[address]
 
     def expect(self, address: str, hashes: Sequence[int], now: float) -> None:
@@ -137,12 +151,13 @@ class KvIndex:
     def match(self, hashes: Sequence[int], now: float) -> dict[str, int]:
         """Length of the prefix of `hashes` on each worker with any, including expected blocks."""
         blocks, (young, old) = self._blocks, self._recent.at(now)
+        there = ~self._recent.left
         found: dict[str, int] = {}
         active, depth = -1, 0
         for depth, block in enumerate(hashes):
             here = blocks.get(block, 0)
             if young or old:
-                here |= young.get(block, 0) | old.get(block, 0)
+                here |= (young.get(block, 0) | old.get(block, 0)) & there
             if here & active != active:
                 if depth:
                     for name in self._names(active & ~here):
@@ -183,7 +198,8 @@ class KvIndex:
     def _slot(self, address: str) -> int:
         slot = self._slots.get(address)
         if slot is None:
-            slot = next(n for n in range(len(self._slots) + 1) if n not in self._addresses)
+            left = self._recent.left
+            slot = next(n for n in count() if n not in self._addresses and not left >> n & 1)
             self._slots[address] = slot
             self._addresses[slot] = address
             self._held[address] = set()
