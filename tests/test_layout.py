@@ -45,6 +45,7 @@ COMPOSES = {
 ROOMS = {
     "chassis": (
         "service",
+        "process_facts",
         "metrics_endpoint",
         "process_metrics",
         "probe",
@@ -516,9 +517,9 @@ def test_few_commands_import_the_router() -> None:
     joins = {"one_process.py"}
     assert importers_of("cli", "trtmesh.router.") == {"keys.py", "mesh_settings.py", *joins}
     assert importers_of("cli", "trtmesh.engine.") == joins
-    importers = {"fleet_replay", "metrics.py", "replay.py", "triton_import"}
+    importers = {"checkup", "fleet_replay", "metrics.py", "replay.py", "triton_import"}
     assert importers_of("tools", "trtmesh.router.") == importers
-    assert importers_of("tools", "trtmesh.engine.") == {"fleet_replay", "metrics.py"}
+    assert importers_of("tools", "trtmesh.engine.") == {"checkup", "fleet_replay", "metrics.py"}
 
 
 def test_few_commands_import_the_tools() -> None:

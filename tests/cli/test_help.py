@@ -85,4 +85,5 @@ def test_an_option_means_one_thing_in_every_command() -> None:
         for option in each.opts
         if option in ("--config", "--key")
     }
-    assert found == {"--config": "demo"} or found == {"--config": "up"}
+    assert found.keys() == {"--config"}
+    assert found["--config"] in ("demo", "doctor", "up")

@@ -12,6 +12,7 @@ import google.protobuf.message
 import sys
 import trtmesh.v1.generation_pb2
 import trtmesh.v1.kv_transfer_pb2
+import trtmesh.v1.process_pb2
 import typing
 
 if sys.version_info >= (3, 10):
@@ -507,6 +508,9 @@ class Welcome(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ENGINE_FIELD_NUMBER: builtins.int
+    UNIX_MS_FIELD_NUMBER: builtins.int
+    unix_ms: builtins.int
+    """Its clock, in milliseconds since 1970 UTC; 0 means unknown."""
     @property
     def engine(self) -> Global___GetEngineResponse:
         """The worker, as GetEngine describes it."""
@@ -515,9 +519,10 @@ class Welcome(google.protobuf.message.Message):
         self,
         *,
         engine: Global___GetEngineResponse | None = ...,
+        unix_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine", b"engine"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "unix_ms", b"unix_ms"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1263,6 +1268,7 @@ class GetEngineResponse(google.protobuf.message.Message):
     MAX_QUEUE_SIZE_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
     COMPUTATION_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker, unique in the fleet."""
     backend: builtins.str
@@ -1353,6 +1359,10 @@ class GetEngineResponse(google.protobuf.message.Message):
         resume exactly give equal tokens where all of it is equal. Empty means unknown.
         """
 
+    @property
+    def process(self) -> trtmesh.v1.process_pb2.ProcessFacts:
+        """The process; unset means unknown."""
+
     def __init__(
         self,
         *,
@@ -1389,9 +1399,10 @@ class GetEngineResponse(google.protobuf.message.Message):
         max_queue_size: builtins.int | None = ...,
         instance: builtins.str = ...,
         computation: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        process: trtmesh.v1.process_pb2.ProcessFacts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "max_queue_size", b"max_queue_size"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "backend", b"backend", "computation", b"computation", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "instance", b"instance", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_queue_size", b"max_queue_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "max_queue_size", b"max_queue_size", "process", b"process"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_queue_size", b"_max_queue_size", "backend", b"backend", "computation", b"computation", "data_type", b"data_type", "deterministic", b"deterministic", "draft_methods", b"draft_methods", "end_ids", b"end_ids", "handoff_kind", b"handoff_kind", "instance", b"instance", "kv_compatibility_hash", b"kv_compatibility_hash", "kv_shapes", b"kv_shapes", "kv_transports", b"kv_transports", "load_interval_ms", b"load_interval_ms", "max_adapters", b"max_adapters", "max_batch_size", b"max_batch_size", "max_lease_ms", b"max_lease_ms", "max_quarantined_blocks", b"max_quarantined_blocks", "max_queue_size", b"max_queue_size", "max_sequence_tokens", b"max_sequence_tokens", "max_sequences_per_item", b"max_sequences_per_item", "model", b"model", "model_fingerprint", b"model_fingerprint", "process", b"process", "resumes_exactly", b"resumes_exactly", "role", b"role", "roles", b"roles", "schema_revision", b"schema_revision", "static_batching", b"static_batching", "stops_single_sequences", b"stops_single_sequences", "supported_fields", b"supported_fields", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens_per_block", b"tokens_per_block", "total_blocks", b"total_blocks", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_queue_size", b"_max_queue_size"]) -> typing.Literal["max_queue_size"] | None: ...
 
 Global___GetEngineResponse: typing_extensions.TypeAlias = GetEngineResponse

@@ -12,6 +12,7 @@ import google.protobuf.message
 import sys
 import trtmesh.v1.engine_pb2
 import trtmesh.v1.generation_pb2
+import trtmesh.v1.process_pb2
 import trtmesh.v1.router_pb2
 import typing
 
@@ -105,6 +106,7 @@ class Worker(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     BREAKER_FIELD_NUMBER: builtins.int
     FAULTS_FIELD_NUMBER: builtins.int
+    CLOCK_AHEAD_MS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """Name of the worker; empty before the first connection."""
     address: builtins.str
@@ -119,6 +121,10 @@ class Worker(google.protobuf.message.Message):
     """Its breaker in this router."""
     faults: builtins.int
     """Consecutive faults before an item's first token."""
+    clock_ahead_ms: builtins.int
+    """How far its clock was ahead of the router's when it connected, in milliseconds, give or take the time of a message;
+    unset means unknown.
+    """
     @property
     def engine(self) -> trtmesh.v1.engine_pb2.GetEngineResponse:
         """Its description."""
@@ -139,9 +145,11 @@ class Worker(google.protobuf.message.Message):
         items: builtins.int = ...,
         breaker: Global___BreakerState.ValueType = ...,
         faults: builtins.int = ...,
+        clock_ahead_ms: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine", b"engine", "load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "breaker", b"breaker", "engine", b"engine", "faults", b"faults", "items", b"items", "load", b"load", "problem", b"problem", "state", b"state", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clock_ahead_ms", b"_clock_ahead_ms", "clock_ahead_ms", b"clock_ahead_ms", "engine", b"engine", "load", b"load"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clock_ahead_ms", b"_clock_ahead_ms", "address", b"address", "breaker", b"breaker", "clock_ahead_ms", b"clock_ahead_ms", "engine", b"engine", "faults", b"faults", "items", b"items", "load", b"load", "problem", b"problem", "state", b"state", "worker", b"worker"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_clock_ahead_ms", b"_clock_ahead_ms"]) -> typing.Literal["clock_ahead_ms"] | None: ...
 
 Global___Worker: typing_extensions.TypeAlias = Worker
 
@@ -157,6 +165,8 @@ class TokenizerReplica(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     SEQUENCES_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
+    CLOCK_AHEAD_MS_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Its address."""
     state: Global___WorkerState.ValueType
@@ -169,6 +179,12 @@ class TokenizerReplica(google.protobuf.message.Message):
     """Its model."""
     sequences: builtins.int
     """Decoded sequences of this router."""
+    clock_ahead_ms: builtins.int
+    """As in Worker."""
+    @property
+    def process(self) -> trtmesh.v1.process_pb2.ProcessFacts:
+        """Its process; unset means unknown, or the router's."""
+
     def __init__(
         self,
         *,
@@ -178,8 +194,12 @@ class TokenizerReplica(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         model: builtins.str = ...,
         sequences: builtins.int = ...,
+        process: trtmesh.v1.process_pb2.ProcessFacts | None = ...,
+        clock_ahead_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "fingerprint", b"fingerprint", "model", b"model", "problem", b"problem", "sequences", b"sequences", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clock_ahead_ms", b"_clock_ahead_ms", "clock_ahead_ms", b"clock_ahead_ms", "process", b"process"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clock_ahead_ms", b"_clock_ahead_ms", "address", b"address", "clock_ahead_ms", b"clock_ahead_ms", "fingerprint", b"fingerprint", "model", b"model", "problem", b"problem", "process", b"process", "sequences", b"sequences", "state", b"state"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_clock_ahead_ms", b"_clock_ahead_ms"]) -> typing.Literal["clock_ahead_ms"] | None: ...
 
 Global___TokenizerReplica: typing_extensions.TypeAlias = TokenizerReplica
 
@@ -207,12 +227,17 @@ class ListWorkersResponse(google.protobuf.message.Message):
     LIVE_REQUESTS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     HEDGING_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
+    UNIX_MS_FIELD_NUMBER: builtins.int
+    DISCOVERY_PROBLEMS_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """Active placement policy."""
     live_requests: builtins.int
     """Live requests of this router."""
     draining: builtins.bool
     """Whether the router drains: it refuses new requests, and ends once the live ones did."""
+    unix_ms: builtins.int
+    """The router's clock, in milliseconds since 1970 UTC."""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """All known workers."""
@@ -225,6 +250,14 @@ class ListWorkersResponse(google.protobuf.message.Message):
     def hedging(self) -> Global___HedgeTotals:
         """Second copies of late sequences; unset if hedging is off."""
 
+    @property
+    def process(self) -> trtmesh.v1.process_pb2.ProcessFacts:
+        """The router's process."""
+
+    @property
+    def discovery_problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Why names or files of addresses are not up to date."""
+
     def __init__(
         self,
         *,
@@ -234,9 +267,12 @@ class ListWorkersResponse(google.protobuf.message.Message):
         live_requests: builtins.int = ...,
         draining: builtins.bool = ...,
         hedging: Global___HedgeTotals | None = ...,
+        process: trtmesh.v1.process_pb2.ProcessFacts | None = ...,
+        unix_ms: builtins.int = ...,
+        discovery_problems: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["hedging", b"hedging"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "hedging", b"hedging", "live_requests", b"live_requests", "policy", b"policy", "tokenizers", b"tokenizers", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hedging", b"hedging", "process", b"process"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["discovery_problems", b"discovery_problems", "draining", b"draining", "hedging", b"hedging", "live_requests", b"live_requests", "policy", b"policy", "process", b"process", "tokenizers", b"tokenizers", "unix_ms", b"unix_ms", "workers", b"workers"]) -> None: ...
 
 Global___ListWorkersResponse: typing_extensions.TypeAlias = ListWorkersResponse
 

@@ -24,55 +24,56 @@ _sym_db = _symbol_database.Default()
 
 from trtmesh.v1 import chat_pb2 as trtmesh_dot_v1_dot_chat__pb2
 from trtmesh.v1 import generation_pb2 as trtmesh_dot_v1_dot_generation__pb2
+from trtmesh.v1 import process_pb2 as trtmesh_dot_v1_dot_process__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atrtmesh/v1/tokenizer.proto\x12\ntrtmesh.v1\x1a\x15trtmesh/v1/chat.proto\x1a\x1btrtmesh/v1/generation.proto\"\\\n\nAnswerText\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06is_end\x18\x02 \x01(\x08\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\nprompt_end\x18\x04 \x01(\t\x12\r\n\x05tools\x18\x05 \x01(\t\"\xbe\x02\n\rEncodeCommand\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\x04text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08\x12\r\n\x05words\x18\x05 \x03(\t\x12\x12\n\nstop_texts\x18\x06 \x03(\t\x12\x1b\n\x13skip_special_tokens\x18\x07 \x01(\x08\x12\x15\n\rmax_token_ids\x18\x08 \x01(\r\x12\x15\n\rspelled_words\x18\t \x03(\t\x12\x1e\n\x04\x63hat\x18\n \x01(\x0b\x32\x10.trtmesh.v1.Chat\x12\x1b\n\x13\x64\x65scribed_token_ids\x18\x0b \x03(\r\x12&\n\x06\x61nswer\x18\x0c \x01(\x0b\x32\x16.trtmesh.v1.AnswerTextB\x07\n\x05_text\"&\n\x13\x43\x61ncelEncodeCommand\x12\x0f\n\x07handles\x18\x01 \x03(\r\"\xe5\x01\n\x11OpenDecodeCommand\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x12\n\nstop_texts\x18\x04 \x03(\t\x12\x19\n\x11include_stop_text\x18\x05 \x01(\x08\x12\x1b\n\x13\x64\x65livered_token_ids\x18\x06 \x03(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12\x15\n\rprompt_is_cut\x18\t \x01(\x08\"c\n\rDecodeCommand\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10\x66inished_handles\x18\x04 \x03(\r\"%\n\x12\x43loseDecodeCommand\x12\x0f\n\x07handles\x18\x01 \x03(\r\"\x9f\x02\n\x10TokenizerCommand\x12+\n\x06\x65ncode\x18\x01 \x01(\x0b\x32\x19.trtmesh.v1.EncodeCommandH\x00\x12\x34\n\x0bopen_decode\x18\x02 \x01(\x0b\x32\x1d.trtmesh.v1.OpenDecodeCommandH\x00\x12+\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.trtmesh.v1.DecodeCommandH\x00\x12\x36\n\x0c\x63lose_decode\x18\x04 \x01(\x0b\x32\x1e.trtmesh.v1.CloseDecodeCommandH\x00\x12\x38\n\rcancel_encode\x18\x05 \x01(\x0b\x32\x1f.trtmesh.v1.CancelEncodeCommandH\x00\x42\t\n\x07\x63ommand\"P\n\x1eTokenizerServiceConnectRequest\x12.\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1c.trtmesh.v1.TokenizerCommand\"4\n\tSpellings\x12\'\n\tspellings\x18\x01 \x03(\x0b\x32\x14.trtmesh.v1.TokenIds\"7\n\x08ToolCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\"b\n\nAnswerPart\x12\x11\n\x07\x63ontent\x18\x01 \x01(\tH\x00\x12\x13\n\treasoning\x18\x02 \x01(\tH\x00\x12$\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x14.trtmesh.v1.ToolCallH\x00\x42\x06\n\x04part\"B\n\nReadAnswer\x12%\n\x05parts\x18\x01 \x03(\x0b\x32\x16.trtmesh.v1.AnswerPart\x12\r\n\x05state\x18\x02 \x01(\t\"\xc5\x02\n\x07\x45ncoded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12#\n\x05words\x18\x03 \x03(\x0b\x32\x14.trtmesh.v1.TokenIds\x12 \n\x05\x65rror\x18\x04 \x01(\x0b\x32\x11.trtmesh.v1.Error\x12\x33\n\x0fstop_vocabulary\x18\x05 \x01(\x0b\x32\x1a.trtmesh.v1.StopVocabulary\x12\x19\n\x11omitted_token_ids\x18\x06 \x01(\r\x12,\n\rspelled_words\x18\x07 \x03(\x0b\x32\x15.trtmesh.v1.Spellings\x12\x13\n\x0btoken_bytes\x18\x08 \x03(\x0c\x12\x10\n\x08text_end\x18\t \x01(\t\x12+\n\x0bread_answer\x18\n \x01(\x0b\x32\x16.trtmesh.v1.ReadAnswer\"H\n\rStopTextFound\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nstop_index\x18\x02 \x01(\r\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\"@\n\x0c\x44\x65\x63odeFailed\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Error\"\x7f\n\x07\x44\x65\x63oded\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\r\n\x05texts\x18\x02 \x03(\t\x12(\n\x05stops\x18\x03 \x03(\x0b\x32\x19.trtmesh.v1.StopTextFound\x12*\n\x08\x66\x61ilures\x18\x04 \x03(\x0b\x32\x18.trtmesh.v1.DecodeFailed\"i\n\x0eTokenizerEvent\x12&\n\x07\x65ncoded\x18\x01 \x01(\x0b\x32\x13.trtmesh.v1.EncodedH\x00\x12&\n\x07\x64\x65\x63oded\x18\x02 \x01(\x0b\x32\x13.trtmesh.v1.DecodedH\x00\x42\x07\n\x05\x65vent\"M\n\x1fTokenizerServiceConnectResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.trtmesh.v1.TokenizerEvent\"\x15\n\x13GetTokenizerRequest\"\xc0\x03\n\x14GetTokenizerResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x13\n\x06\x62os_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x65os_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x06pad_id\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x13\n\x0bspecial_ids\x18\x07 \x03(\r\x12\x1a\n\rchat_template\x18\x08 \x01(\tH\x03\x88\x01\x01\x12\x0c\n\x04kind\x18\t \x01(\t\x12\x17\n\x0fschema_revision\x18\n \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x0b \x01(\x04\x12\x10\n\x08instance\x18\x0c \x01(\t\x12\x18\n\x10\x64oor_fingerprint\x18\r \x01(\t\x12.\n\x08\x64\x65\x66\x61ults\x18\x0e \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\x12\x13\n\x0btool_format\x18\x0f \x01(\t\x12\x18\n\x10reasoning_format\x18\x10 \x01(\tB\t\n\x07_bos_idB\t\n\x07_eos_idB\t\n\x07_pad_idB\x10\n\x0e_chat_template2\xcd\x01\n\x10TokenizerService\x12\x66\n\x07\x43onnect\x12*.trtmesh.v1.TokenizerServiceConnectRequest\x1a+.trtmesh.v1.TokenizerServiceConnectResponse(\x01\x30\x01\x12Q\n\x0cGetTokenizer\x12\x1f.trtmesh.v1.GetTokenizerRequest\x1a .trtmesh.v1.GetTokenizerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atrtmesh/v1/tokenizer.proto\x12\ntrtmesh.v1\x1a\x15trtmesh/v1/chat.proto\x1a\x1btrtmesh/v1/generation.proto\x1a\x18trtmesh/v1/process.proto\"\\\n\nAnswerText\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06is_end\x18\x02 \x01(\x08\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\nprompt_end\x18\x04 \x01(\t\x12\r\n\x05tools\x18\x05 \x01(\t\"\xbe\x02\n\rEncodeCommand\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\x04text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08\x12\r\n\x05words\x18\x05 \x03(\t\x12\x12\n\nstop_texts\x18\x06 \x03(\t\x12\x1b\n\x13skip_special_tokens\x18\x07 \x01(\x08\x12\x15\n\rmax_token_ids\x18\x08 \x01(\r\x12\x15\n\rspelled_words\x18\t \x03(\t\x12\x1e\n\x04\x63hat\x18\n \x01(\x0b\x32\x10.trtmesh.v1.Chat\x12\x1b\n\x13\x64\x65scribed_token_ids\x18\x0b \x03(\r\x12&\n\x06\x61nswer\x18\x0c \x01(\x0b\x32\x16.trtmesh.v1.AnswerTextB\x07\n\x05_text\"&\n\x13\x43\x61ncelEncodeCommand\x12\x0f\n\x07handles\x18\x01 \x03(\r\"\xe5\x01\n\x11OpenDecodeCommand\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x12\n\nstop_texts\x18\x04 \x03(\t\x12\x19\n\x11include_stop_text\x18\x05 \x01(\x08\x12\x1b\n\x13\x64\x65livered_token_ids\x18\x06 \x03(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12\x15\n\rprompt_is_cut\x18\t \x01(\x08\"c\n\rDecodeCommand\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10\x66inished_handles\x18\x04 \x03(\r\"%\n\x12\x43loseDecodeCommand\x12\x0f\n\x07handles\x18\x01 \x03(\r\"\x9f\x02\n\x10TokenizerCommand\x12+\n\x06\x65ncode\x18\x01 \x01(\x0b\x32\x19.trtmesh.v1.EncodeCommandH\x00\x12\x34\n\x0bopen_decode\x18\x02 \x01(\x0b\x32\x1d.trtmesh.v1.OpenDecodeCommandH\x00\x12+\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.trtmesh.v1.DecodeCommandH\x00\x12\x36\n\x0c\x63lose_decode\x18\x04 \x01(\x0b\x32\x1e.trtmesh.v1.CloseDecodeCommandH\x00\x12\x38\n\rcancel_encode\x18\x05 \x01(\x0b\x32\x1f.trtmesh.v1.CancelEncodeCommandH\x00\x42\t\n\x07\x63ommand\"P\n\x1eTokenizerServiceConnectRequest\x12.\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1c.trtmesh.v1.TokenizerCommand\"4\n\tSpellings\x12\'\n\tspellings\x18\x01 \x03(\x0b\x32\x14.trtmesh.v1.TokenIds\"7\n\x08ToolCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\"b\n\nAnswerPart\x12\x11\n\x07\x63ontent\x18\x01 \x01(\tH\x00\x12\x13\n\treasoning\x18\x02 \x01(\tH\x00\x12$\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x14.trtmesh.v1.ToolCallH\x00\x42\x06\n\x04part\"B\n\nReadAnswer\x12%\n\x05parts\x18\x01 \x03(\x0b\x32\x16.trtmesh.v1.AnswerPart\x12\r\n\x05state\x18\x02 \x01(\t\"\xc5\x02\n\x07\x45ncoded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12#\n\x05words\x18\x03 \x03(\x0b\x32\x14.trtmesh.v1.TokenIds\x12 \n\x05\x65rror\x18\x04 \x01(\x0b\x32\x11.trtmesh.v1.Error\x12\x33\n\x0fstop_vocabulary\x18\x05 \x01(\x0b\x32\x1a.trtmesh.v1.StopVocabulary\x12\x19\n\x11omitted_token_ids\x18\x06 \x01(\r\x12,\n\rspelled_words\x18\x07 \x03(\x0b\x32\x15.trtmesh.v1.Spellings\x12\x13\n\x0btoken_bytes\x18\x08 \x03(\x0c\x12\x10\n\x08text_end\x18\t \x01(\t\x12+\n\x0bread_answer\x18\n \x01(\x0b\x32\x16.trtmesh.v1.ReadAnswer\"H\n\rStopTextFound\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nstop_index\x18\x02 \x01(\r\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\"@\n\x0c\x44\x65\x63odeFailed\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.trtmesh.v1.Error\"\x7f\n\x07\x44\x65\x63oded\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\r\n\x05texts\x18\x02 \x03(\t\x12(\n\x05stops\x18\x03 \x03(\x0b\x32\x19.trtmesh.v1.StopTextFound\x12*\n\x08\x66\x61ilures\x18\x04 \x03(\x0b\x32\x18.trtmesh.v1.DecodeFailed\"i\n\x0eTokenizerEvent\x12&\n\x07\x65ncoded\x18\x01 \x01(\x0b\x32\x13.trtmesh.v1.EncodedH\x00\x12&\n\x07\x64\x65\x63oded\x18\x02 \x01(\x0b\x32\x13.trtmesh.v1.DecodedH\x00\x42\x07\n\x05\x65vent\"M\n\x1fTokenizerServiceConnectResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.trtmesh.v1.TokenizerEvent\"\x15\n\x13GetTokenizerRequest\"\xfc\x03\n\x14GetTokenizerResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x13\n\x06\x62os_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x65os_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x06pad_id\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x13\n\x0bspecial_ids\x18\x07 \x03(\r\x12\x1a\n\rchat_template\x18\x08 \x01(\tH\x03\x88\x01\x01\x12\x0c\n\x04kind\x18\t \x01(\t\x12\x17\n\x0fschema_revision\x18\n \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x0b \x01(\x04\x12\x10\n\x08instance\x18\x0c \x01(\t\x12\x18\n\x10\x64oor_fingerprint\x18\r \x01(\t\x12.\n\x08\x64\x65\x66\x61ults\x18\x0e \x01(\x0b\x32\x1c.trtmesh.v1.GenerationConfig\x12\x13\n\x0btool_format\x18\x0f \x01(\t\x12\x18\n\x10reasoning_format\x18\x10 \x01(\t\x12)\n\x07process\x18\x11 \x01(\x0b\x32\x18.trtmesh.v1.ProcessFacts\x12\x0f\n\x07unix_ms\x18\x12 \x01(\x04\x42\t\n\x07_bos_idB\t\n\x07_eos_idB\t\n\x07_pad_idB\x10\n\x0e_chat_template2\xcd\x01\n\x10TokenizerService\x12\x66\n\x07\x43onnect\x12*.trtmesh.v1.TokenizerServiceConnectRequest\x1a+.trtmesh.v1.TokenizerServiceConnectResponse(\x01\x30\x01\x12Q\n\x0cGetTokenizer\x12\x1f.trtmesh.v1.GetTokenizerRequest\x1a .trtmesh.v1.GetTokenizerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'trtmesh.v1.tokenizer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ANSWERTEXT']._serialized_start=94
-  _globals['_ANSWERTEXT']._serialized_end=186
-  _globals['_ENCODECOMMAND']._serialized_start=189
-  _globals['_ENCODECOMMAND']._serialized_end=507
-  _globals['_CANCELENCODECOMMAND']._serialized_start=509
-  _globals['_CANCELENCODECOMMAND']._serialized_end=547
-  _globals['_OPENDECODECOMMAND']._serialized_start=550
-  _globals['_OPENDECODECOMMAND']._serialized_end=779
-  _globals['_DECODECOMMAND']._serialized_start=781
-  _globals['_DECODECOMMAND']._serialized_end=880
-  _globals['_CLOSEDECODECOMMAND']._serialized_start=882
-  _globals['_CLOSEDECODECOMMAND']._serialized_end=919
-  _globals['_TOKENIZERCOMMAND']._serialized_start=922
-  _globals['_TOKENIZERCOMMAND']._serialized_end=1209
-  _globals['_TOKENIZERSERVICECONNECTREQUEST']._serialized_start=1211
-  _globals['_TOKENIZERSERVICECONNECTREQUEST']._serialized_end=1291
-  _globals['_SPELLINGS']._serialized_start=1293
-  _globals['_SPELLINGS']._serialized_end=1345
-  _globals['_TOOLCALL']._serialized_start=1347
-  _globals['_TOOLCALL']._serialized_end=1402
-  _globals['_ANSWERPART']._serialized_start=1404
-  _globals['_ANSWERPART']._serialized_end=1502
-  _globals['_READANSWER']._serialized_start=1504
-  _globals['_READANSWER']._serialized_end=1570
-  _globals['_ENCODED']._serialized_start=1573
-  _globals['_ENCODED']._serialized_end=1898
-  _globals['_STOPTEXTFOUND']._serialized_start=1900
-  _globals['_STOPTEXTFOUND']._serialized_end=1972
-  _globals['_DECODEFAILED']._serialized_start=1974
-  _globals['_DECODEFAILED']._serialized_end=2038
-  _globals['_DECODED']._serialized_start=2040
-  _globals['_DECODED']._serialized_end=2167
-  _globals['_TOKENIZEREVENT']._serialized_start=2169
-  _globals['_TOKENIZEREVENT']._serialized_end=2274
-  _globals['_TOKENIZERSERVICECONNECTRESPONSE']._serialized_start=2276
-  _globals['_TOKENIZERSERVICECONNECTRESPONSE']._serialized_end=2353
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=2355
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=2376
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2379
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2827
-  _globals['_TOKENIZERSERVICE']._serialized_start=2830
-  _globals['_TOKENIZERSERVICE']._serialized_end=3035
+  _globals['_ANSWERTEXT']._serialized_start=120
+  _globals['_ANSWERTEXT']._serialized_end=212
+  _globals['_ENCODECOMMAND']._serialized_start=215
+  _globals['_ENCODECOMMAND']._serialized_end=533
+  _globals['_CANCELENCODECOMMAND']._serialized_start=535
+  _globals['_CANCELENCODECOMMAND']._serialized_end=573
+  _globals['_OPENDECODECOMMAND']._serialized_start=576
+  _globals['_OPENDECODECOMMAND']._serialized_end=805
+  _globals['_DECODECOMMAND']._serialized_start=807
+  _globals['_DECODECOMMAND']._serialized_end=906
+  _globals['_CLOSEDECODECOMMAND']._serialized_start=908
+  _globals['_CLOSEDECODECOMMAND']._serialized_end=945
+  _globals['_TOKENIZERCOMMAND']._serialized_start=948
+  _globals['_TOKENIZERCOMMAND']._serialized_end=1235
+  _globals['_TOKENIZERSERVICECONNECTREQUEST']._serialized_start=1237
+  _globals['_TOKENIZERSERVICECONNECTREQUEST']._serialized_end=1317
+  _globals['_SPELLINGS']._serialized_start=1319
+  _globals['_SPELLINGS']._serialized_end=1371
+  _globals['_TOOLCALL']._serialized_start=1373
+  _globals['_TOOLCALL']._serialized_end=1428
+  _globals['_ANSWERPART']._serialized_start=1430
+  _globals['_ANSWERPART']._serialized_end=1528
+  _globals['_READANSWER']._serialized_start=1530
+  _globals['_READANSWER']._serialized_end=1596
+  _globals['_ENCODED']._serialized_start=1599
+  _globals['_ENCODED']._serialized_end=1924
+  _globals['_STOPTEXTFOUND']._serialized_start=1926
+  _globals['_STOPTEXTFOUND']._serialized_end=1998
+  _globals['_DECODEFAILED']._serialized_start=2000
+  _globals['_DECODEFAILED']._serialized_end=2064
+  _globals['_DECODED']._serialized_start=2066
+  _globals['_DECODED']._serialized_end=2193
+  _globals['_TOKENIZEREVENT']._serialized_start=2195
+  _globals['_TOKENIZEREVENT']._serialized_end=2300
+  _globals['_TOKENIZERSERVICECONNECTRESPONSE']._serialized_start=2302
+  _globals['_TOKENIZERSERVICECONNECTRESPONSE']._serialized_end=2379
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=2381
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=2402
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2405
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2913
+  _globals['_TOKENIZERSERVICE']._serialized_start=2916
+  _globals['_TOKENIZERSERVICE']._serialized_end=3121
 # @@protoc_insertion_point(module_scope)

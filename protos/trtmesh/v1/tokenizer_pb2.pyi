@@ -11,6 +11,7 @@ import google.protobuf.message
 import sys
 import trtmesh.v1.chat_pb2
 import trtmesh.v1.generation_pb2
+import trtmesh.v1.process_pb2
 import typing
 
 if sys.version_info >= (3, 10):
@@ -676,6 +677,8 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     DEFAULTS_FIELD_NUMBER: builtins.int
     TOOL_FORMAT_FIELD_NUMBER: builtins.int
     REASONING_FORMAT_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
+    UNIX_MS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Name of its model."""
     fingerprint: builtins.str
@@ -706,6 +709,8 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     """
     reasoning_format: builtins.str
     """How the model writes its reasoning: `think`, or `none`."""
+    unix_ms: builtins.int
+    """Its clock, in milliseconds since 1970 UTC; 0 means unknown."""
     @property
     def special_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Every special token id."""
@@ -713,6 +718,10 @@ class GetTokenizerResponse(google.protobuf.message.Message):
     @property
     def defaults(self) -> trtmesh.v1.generation_pb2.GenerationConfig:
         """What the model's generation_config.json recommends for requests that leave it out."""
+
+    @property
+    def process(self) -> trtmesh.v1.process_pb2.ProcessFacts:
+        """The process; unset means unknown."""
 
     def __init__(
         self,
@@ -733,9 +742,11 @@ class GetTokenizerResponse(google.protobuf.message.Message):
         defaults: trtmesh.v1.generation_pb2.GenerationConfig | None = ...,
         tool_format: builtins.str = ...,
         reasoning_format: builtins.str = ...,
+        process: trtmesh.v1.process_pb2.ProcessFacts | None = ...,
+        unix_ms: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "eos_id", b"eos_id", "pad_id", b"pad_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "door_fingerprint", b"door_fingerprint", "eos_id", b"eos_id", "fingerprint", b"fingerprint", "instance", b"instance", "kind", b"kind", "max_text_bytes", b"max_text_bytes", "model", b"model", "pad_id", b"pad_id", "reasoning_format", b"reasoning_format", "schema_revision", b"schema_revision", "special_ids", b"special_ids", "tool_format", b"tool_format", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "eos_id", b"eos_id", "pad_id", b"pad_id", "process", b"process"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bos_id", b"_bos_id", "_chat_template", b"_chat_template", "_eos_id", b"_eos_id", "_pad_id", b"_pad_id", "bos_id", b"bos_id", "chat_template", b"chat_template", "defaults", b"defaults", "door_fingerprint", b"door_fingerprint", "eos_id", b"eos_id", "fingerprint", b"fingerprint", "instance", b"instance", "kind", b"kind", "max_text_bytes", b"max_text_bytes", "model", b"model", "pad_id", b"pad_id", "process", b"process", "reasoning_format", b"reasoning_format", "schema_revision", b"schema_revision", "special_ids", b"special_ids", "tool_format", b"tool_format", "unix_ms", b"unix_ms", "vocabulary_size", b"vocabulary_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bos_id", b"_bos_id"]) -> typing.Literal["bos_id"] | None: ...
     @typing.overload

@@ -51,6 +51,10 @@ class Bearer:
             return cls.of(environ[cls.variable], f"environment variable {cls.variable}")
         return None
 
+    def __len__(self) -> int:
+        """Its characters."""
+        return len(self._text)
+
     @property
     def metadata(self) -> tuple[str, str]:
         """Metadata key and value."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -36,11 +37,16 @@ def physical_cores() -> int:
 
 def granted_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
     """Returns the cores granted by the cgroups of this process: infinite without a limit."""
+    groups = own_cgroups(root, own)
+    return min((_quota(each / "cpu.max") for each in groups), default=math.inf)
+
+
+def own_cgroups(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> Sequence[Path]:
+    """The cgroup of this process, and those around it up to `root`."""
     names = own.read_text().splitlines() if own.is_file() else []
     path = next((name.removeprefix("0::/") for name in names if name.startswith("0::/")), "")
     group = root / path
-    groups = (group, *group.parents[: len(group.relative_to(root).parts)])
-    return min((_quota(each / "cpu.max") for each in groups), default=math.inf)
+    return (group, *group.parents[: len(group.relative_to(root).parts)])
 
 
 def _quota(limit: Path) -> float:

@@ -29,12 +29,14 @@ from trtmesh.chassis.grpc.server.server import Guard
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
 from trtmesh.chassis.metrics_endpoint import metrics_endpoint
+from trtmesh.chassis.process_facts import process_facts
 from trtmesh.chassis.process_metrics import ProcessMetrics
 from trtmesh.chassis.settings import load_settings
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.tls.certificates import HTTP_1_1, Certificates
 from trtmesh.chassis.tls.client import H2
 from trtmesh.chassis.tls.settings import SecuredSettings, TlsSettings
+from trtmesh.v1 import process_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,10 @@ class Runtime:
     """Has clients of the port open their next calls on other connections, maybe of another process."""
     addresses: dict[str, str] = field(default_factory=dict)
     """Additional addresses, by the name for the announcement."""
+    guarded: set[str] = field(default_factory=set)
+    """Names of those `addresses` that only callers with a secret of their own may use."""
+    process: pb.ProcessFacts = field(default_factory=pb.ProcessFacts)
+    """The process; empty before it listens."""
     failure: asyncio.Future[BaseException] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -216,6 +222,12 @@ class _Process:
         settings = self._settings
         address = listen(server, settings.host, settings.port)
         await server.start()
+        runtime.process = process_facts(
+            settings,
+            {"address": address, **runtime.addresses},
+            runtime.guarded | ({"address", "http_address"} if runtime.guard else set()),
+            metrics_port,
+        )
         # The first line on standard output: tells the parent the port chosen for port 0.
         announcement = {
             "service": settings.section,

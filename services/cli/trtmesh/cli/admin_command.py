@@ -13,6 +13,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from rich.table import Table
+from trtmesh.chassis.connecting import check_address
 from trtmesh.chassis.errors import Unauthenticated
 from trtmesh.chassis.quoting import escaped
 from trtmesh.cli.option_groups import option, with_options
@@ -21,7 +22,7 @@ from trtmesh.cli.session import OK, AddressOption, address_explained, run
 from trtmesh.cli.stacks import stack_meant
 from trtmesh.cli.tables import print_tables
 from trtmesh.cli.tls import CONNECTION, TlsOptions
-from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, AdminToken
+from trtmesh.client import DEFAULT_ADMIN_ADDRESS, AdminClient, AdminToken, ClientTls
 
 ADMIN = AddressOption(
     "--admin", "TRTMESH_ADMIN", "router", "a router's admin address (router.admin.port, here 8003)"
@@ -75,23 +76,28 @@ class AdminOptions:
         "One JSON object per line, with the field names of the protos.", "--json", default=False
     )
 
-    @asynccontextmanager
-    async def connected(self) -> AsyncIterator[Context]:
-        """Connects to the router; errors name the address and the remedy."""
+    def client(self) -> tuple[AdminClient, ClientTls | None]:
+        """A client that is not open yet, and its TLS. Raises SettingsError."""
         token = AdminToken.read(self.token_file, os.environ)
         address, tls = self.admin, self.tls.client_tls()
         if address is None:
             stack = stack_meant(ADMIN.setting)
             address, tls = stack.admin, stack.tls(tls)
-        with address_explained(address, ADMIN):
+        check_address(address, ADMIN.setting)
+        client = AdminClient(address, token=token, timeout_seconds=self.timeout, tls=tls)
+        return client, tls
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Context]:
+        """Connects to the router; errors name the address and the remedy."""
+        client, _ = self.client()
+        with address_explained(client.address, ADMIN):
             try:
-                async with AdminClient(
-                    address, token=token, timeout_seconds=self.timeout, tls=tls
-                ) as client:
+                async with client:
                     yield Context(client, self.as_json)
             except Unauthenticated as error:
                 raise Unauthenticated(
-                    f"router {address}: {error}; give the token in TRTMESH_ADMIN_TOKEN or with --token-file"
+                    f"router {client.address}: {error}; give the token in TRTMESH_ADMIN_TOKEN or with --token-file"
                 ) from error
 
 

@@ -72,6 +72,11 @@ COMMANDS = (
         OPERATE,
     ),
     LazyCommand(
+        "trtmesh.tools.doctor:doctor",
+        "Check a running mesh, or the configuration of its services, and say what to do.",
+        OPERATE,
+    ),
+    LazyCommand(
         "trtmesh.cli.requests:explain",
         "Explain the placements of a request's items, live or ended.",
         OPERATE,

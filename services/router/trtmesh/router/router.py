@@ -218,6 +218,8 @@ class Router:
             self._requests,
             self._hedger,
             self._movement,
+            self._discoveries,
+            self._runtime,
         )
         token = AdminToken.read(settings.admin.token_file, os.environ)
         if token is None and settings.admin.console == "token":
@@ -225,6 +227,8 @@ class Router:
                 f"is token, and there is none: set admin.token_file or {AdminToken.variable}",
                 setting="router.admin.console",
             )
+        if token is not None:
+            self._runtime.guarded.add("admin_address")
         has_console = settings.admin.console != "none"
         console = Console(
             service,

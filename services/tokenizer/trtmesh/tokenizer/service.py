@@ -9,6 +9,7 @@ from collections.abc import AsyncIterable, Sequence
 
 import grpc
 from trtmesh.chassis.errors import Draining, ModelUnusable, NoTokenizer, TrtmeshError
+from trtmesh.chassis.process_facts import unix_ms
 from trtmesh.chassis.progress import tell_progress
 from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
@@ -49,6 +50,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self, settings: TokenizerSettings, runtime: Runtime, limits: StreamLimits = STREAM_LIMITS
     ) -> None:
         self._settings = settings
+        self._runtime = runtime
         self._limits = limits
         self._metrics = TokenizerMetrics()
         runtime.registry.register(self._metrics)
@@ -141,7 +143,10 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     ) -> pb.GetTokenizerResponse:
         async with answering(context):
             vocabulary = self._ready().vocabulary
-            return _describe(vocabulary, self._settings, self._instance, self._tool_format)
+            described = _describe(vocabulary, self._settings, self._instance, self._tool_format)
+            described.process.CopyFrom(self._runtime.process)
+            described.unix_ms = unix_ms()
+            return described
 
     def direct_texts(self) -> DirectTexts:
         """The texts of a router in this process, beside its stream. Call after `start`."""

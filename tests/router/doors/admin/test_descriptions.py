@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from router.fleet.test_worker import link
+from trtmesh.chassis.service import Runtime
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.registry import Entry, Registry, Version
 from trtmesh.router.adapters.settings import AdapterSettings
@@ -147,6 +148,8 @@ async def test_many_adapters_yield_to_the_event_loop() -> None:
         cast(Requests, None),
         cast(Hedger, None),
         cast(Movement, None),
+        (),
+        cast(Runtime, None),
     )
 
     async def listed() -> Sequence[Any]:

@@ -173,13 +173,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             handoffs = self._by_state(by_state, info, name, info.state_kind)
         elif by_blocks and memory:
             handoffs = self._by_blocks(by_blocks, info, name, memory)
+        description = describe(info, name, self._settings, handoffs.own if handoffs else None)
+        description.process.CopyFrom(self._runtime.process)
         self._engine = LoadedEngine(
             name=name,
             settings=self._settings,
             backend=backend,
             adapters=backend if isinstance(backend, HoldsAdapters) else None,
             info=info,
-            description=describe(info, name, self._settings, handoffs.own if handoffs else None),
+            description=description,
             streams=self._streams,
             metrics=self.metrics,
             delivery_memory=DeliveryMemory(info.max_adapter_bytes),

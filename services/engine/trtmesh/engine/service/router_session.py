@@ -21,6 +21,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.fingerprint import tokenizer_fits
 from trtmesh.chassis.logs import request_id_bound
+from trtmesh.chassis.process_facts import unix_ms
 from trtmesh.chassis.revisions import check_revision, unknown_numbers
 from trtmesh.chassis.rpc import ServedContext
 from trtmesh.chassis.tasks import until_first_ends
@@ -90,7 +91,8 @@ class RouterSession:
         self._open = True
         self._failed = False
         self._number = engine.streams.add(self)
-        self.outbox.put_answer(epb.EngineEvent(welcome=epb.Welcome(engine=engine.description)))
+        welcome = epb.Welcome(engine=engine.description, unix_ms=unix_ms())
+        self.outbox.put_answer(epb.EngineEvent(welcome=welcome))
         self._adapters = AdapterCommands(engine, self.outbox, self.router)
         self._handoffs = HandoffCommands(engine, self.outbox)
         # The router may place items right away, without waiting for the next report.

@@ -21,6 +21,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Call, Connection, Method
+from trtmesh.chassis.process_facts import clock_ahead_ms
 from trtmesh.chassis.revisions import SCHEMA_REVISION, check_revision
 from trtmesh.chassis.tasks import next_tick, until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
@@ -442,6 +443,7 @@ class Worker(Replica):
                 case "handoff_failed":
                     self.leases.on_failed(event.handoff_failed)
                 case "welcome":
+                    self.clock_ahead_ms = clock_ahead_ms(event.welcome.unix_ms)
                     self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:

@@ -91,6 +91,8 @@ class Replica(ABC):
         self._tls_of_peers = tls_of_peers
         self._silent_checks = 0
         self._rest_seconds = 0.0
+        self.clock_ahead_ms: int | None = None
+        """How far the peer's clock was ahead when it connected; None for unknown."""
         self.check_dialled: AddressCheck | None = None
         """Refuses IP addresses; None for an address that needs no check."""
 

@@ -15,6 +15,7 @@ from trtmesh.chassis.errors import Draining, Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Call, Connection, Method
+from trtmesh.chassis.process_facts import clock_ahead_ms
 from trtmesh.chassis.revisions import check_revision
 from trtmesh.chassis.tasks import next_tick
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
@@ -364,6 +365,7 @@ class Tokenizer(Replica):
             GET_TOKENIZER, pb.GetTokenizerRequest(), DESCRIBE_SECONDS
         )
         described = self.description
+        self.clock_ahead_ms = clock_ahead_ms(described.unix_ms)
         check_names(model=described.model, fingerprint=described.fingerprint, kind=described.kind)
         check_revision(f"tokenizer {self.address}", described.schema_revision, "this router")
         if (twin := self._pool.twin_of(self)) is not None:

@@ -81,6 +81,7 @@ def describe_worker(worker: Worker) -> pb.Worker:
         items=len({run.owner for run in worker.sequences.values()}),
         breaker=pb.BreakerState.Value(f"BREAKER_STATE_{state.upper()}"),
         faults=breaker.faults,
+        clock_ahead_ms=worker.clock_ahead_ms,
     )
 
 
@@ -154,6 +155,10 @@ def describe_tokenizer(tokenizer: Tokenizer, problem: str) -> pb.TokenizerReplic
         fingerprint=tokenizer.description.fingerprint,
         model=tokenizer.description.model,
         sequences=tokenizer.decodes,
+        process=tokenizer.description.process
+        if tokenizer.description.HasField("process")
+        else None,
+        clock_ahead_ms=tokenizer.clock_ahead_ms,
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED
 from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound
+from trtmesh.chassis.process_facts import unix_ms
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
+from trtmesh.chassis.service import Runtime
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.registry import Entry, Registration
 from trtmesh.router.doors.admin.adapters import (
@@ -33,6 +35,7 @@ from trtmesh.router.doors.admin.descriptions import (
     describe_worker,
     describe_workers,
 )
+from trtmesh.router.fleet.discovery import Discovery
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.membership import Membership
 from trtmesh.router.fleet.pins import check_pins
@@ -65,6 +68,8 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         requests: Requests,
         hedger: Hedger,
         movement: Movement,
+        discoveries: Sequence[Discovery],
+        runtime: Runtime,
     ) -> None:
         self._fleet = fleet
         self._handoffs = handoffs
@@ -74,6 +79,8 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self._requests = requests
         self._hedger = hedger
         self._movement = movement
+        self._discoveries = discoveries
+        self._runtime = runtime
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: RpcContext
@@ -86,6 +93,11 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 live_requests=len(self._requests.live),
                 draining=self._requests.draining,
                 hedging=describe_hedging(self._hedger),
+                process=self._runtime.process,
+                unix_ms=unix_ms(),
+                discovery_problems=[
+                    problem for each in self._discoveries for problem in each.problems.values()
+                ],
             )
 
     async def ListRequests(
