@@ -22,7 +22,7 @@ INSTALLED_DEV := .venv/installed-dev
 FOREIGN := .foreign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance compat-clients console-test gateway-test foreign-test lint types protos bench bench-agreement chaos soak audit-releases images compose-up compose-test attack gpu-test tensorrt-llm-test
+.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance upgrade-test compat-clients console-test gateway-test foreign-test lint types protos bench bench-agreement chaos soak audit-releases images compose-up compose-test attack gpu-test tensorrt-llm-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,10 @@ soak: $(INSTALLED_DEV)  ## Run searches and rounds of faults with fresh examples
 
 audit-releases: $(INSTALLED_DEV)  ## Audit RECEIPTS=10000 of revision BEFORE=HEAD on this tree, and on it with planted changes
 	$(BIN)/pytest -s --timeout=0 tests/e2e/test_releases.py --before=$(or $(BEFORE),HEAD) --receipts=$(or $(RECEIPTS),10000)
+
+upgrade-test: $(INSTALLED_DEV)  ## Upgrade a mesh of revision BEFORE to this tree under load, service by service, and back
+	BEFORE=$(or $(BEFORE),$(error name a revision: make upgrade-test BEFORE=REV)) \
+	    $(BIN)/pytest -s -n 0 -m upgrade --timeout=0 tests/upgrade
 
 attack: $(INSTALLED_DEV)  ## Run every flood against a router, from 1 and from 20 connections, SECONDS=1 each
 	$(BIN)/pytest -s --timeout=0 -m measured tests/attack --attack-seconds=$(or $(SECONDS),1)
