@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, Self, cast
 
 import grpc
 import pytest
@@ -22,8 +22,17 @@ from router.scripted import (
     until_states,
 )
 from router.scripted_fleet import refusal
-from trtmesh.chassis.errors import AlreadyExists, BackendFailed
+from trtmesh.chassis.errors import (
+    AlreadyExists,
+    BackendFailed,
+    Draining,
+    QueueFull,
+    TrtmeshError,
+)
 from trtmesh.kserve import grpc_service_pb2 as kserve
+from trtmesh.router.doors.generation import GenerationCall, RunningCall
+from trtmesh.router.metrics import CHAT, Latencies, ModelMetrics
+from trtmesh.router.requests.requests import RunningRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc
@@ -199,6 +208,36 @@ async def test_outcomes_are_equal_on_all_doors(name: str) -> None:
             await eventually(lambda: counted(client) == {"complete": 1, "failed": failed})  # noqa: B023
         await asyncio.wait([asyncio.create_task(ask(length=0))])
         await eventually(lambda: counted(client) == {"complete": 1, "failed": 2, "refused": 1})
+
+
+class Opening:
+    """A request that its router refuses, or ends later."""
+
+    def __init__(self, refusal: TrtmeshError | None) -> None:
+        self._refusal = refusal
+        self.failure, self.ended = "", None if refusal else Draining("it stops")
+        self.latencies, self.trace_id, self.context = Latencies(), "t" * 32, self
+
+    async def __aenter__(self) -> Self:
+        if self._refusal is not None:
+            raise self._refusal
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("refusal", [QueueFull("full"), None])
+async def test_error_that_a_door_answers_itself_is_counted(refusal: TrtmeshError | None) -> None:
+    """A stream of events ends with an event where others raise."""
+    metrics, opening = ModelMetrics(), Opening(refusal)
+    with GenerationCall("openai", metrics, CHAT) as call, suppress(QueueFull, Draining):
+        async with RunningCall(call, cast(RunningRequest, opening)):
+            raise asyncio.CancelledError
+    counted = metrics.of(CHAT) if refusal else opening.latencies
+    outcome, reason = ("refused", "QUEUE_FULL") if refusal else ("cancelled", "DRAINING")
+    assert metrics.requests == {("openai", outcome): 1}
+    assert [*counted.request_duration] == [reason]
 
 
 async def test_requests_without_a_model_count_for_the_default_one() -> None:

@@ -85,7 +85,7 @@ class GenerationCall(AbstractContextManager["GenerationCall"]):
         self._began = monotonic() if began is None else began
         self.outcome = "refused"
         self.failure = ""
-        """The reason word of an item that failed."""
+        """The reason word of an item that failed, or of what ended the request."""
         self.context: RequestContext | None = None
         """Of the request, once it runs."""
 
@@ -123,7 +123,12 @@ class RunningCall(AbstractAsyncContextManager[LiveRequest]):
         self._call, self._opening = call, opening
 
     async def __aenter__(self) -> LiveRequest:
-        self._live = await self._opening.__aenter__()
+        try:
+            self._live = await self._opening.__aenter__()
+        except BaseException as error:
+            # A door may answer it inside the call's block.
+            self._call.failure = _error_type(error)
+            raise
         self._call.outcome, self._call.context = "cancelled", self._live.context
         return self._live
 
@@ -134,6 +139,8 @@ class RunningCall(AbstractAsyncContextManager[LiveRequest]):
             self._call.outcome = "complete"
         # Its end forgets why.
         ended = self._live.ended if isinstance(error, asyncio.CancelledError) else None
+        if error is not None and not failure:
+            self._call.failure = _error_type(ended or error)
         await self._opening.__aexit__()
         if ended is not None:
             raise ended from None
