@@ -1,4 +1,6 @@
-"""Kills, freezes and drains while streams are hedged, moved, compared and receipted: every stream is as undisturbed."""
+"""Kills, freezes and drains while streams are hedged, moved, compared and receipted: every stream is as undisturbed.
+Then a worker's bits flip: it rests, and streams are as undisturbed again.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from chaos.fragile import contents
 from chaos.steady_streams import steady_streams
+from e2e.corruption import SIMULATED_FAULT, corrupted
 from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
 from process_constants import constants
 from router.adapters.contents_of import content
@@ -32,6 +36,9 @@ ROUTER = (
 PROMPT = list(range(300, 460))
 TOKENS = 260
 FREEZE_SECONDS = 1.0
+BAD = NAMES[-1]
+MOST_ITEMS = 24
+"""Until the bad worker took one, or repeated one."""
 
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": TOKENS},
@@ -43,14 +50,19 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 async def start(folder: Path, mesh: Mesh) -> None:
-    await asyncio.gather(
-        mesh.start_tokenizer(), *(mesh.start_engine(*ENGINE, "--worker", name) for name in NAMES)
-    )
+    flipped = f"__import__('os').path.exists({str(folder / 'flipped')!r})"
+    fault = corrupted(folder / "fault", SIMULATED_FAULT.format(condition=flipped))
+    starts = [
+        mesh.start_engine(*ENGINE, "--worker", name, env=fault if name == BAD else None)
+        for name in NAMES
+    ]
+    await asyncio.gather(mesh.start_tokenizer(), *starts)
     await mesh.start_router(*ROUTER, "--receipts-file", str(folder / "receipts.jsonl"))
     await mesh.ready(len(NAMES), 1)
 
 
-async def test_streams_are_identical_and_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("struck", [2, pytest.param(3, marks=pytest.mark.soak)])
+async def test_streams_are_identical_and_nothing_is_left(tmp_path: Path, struck: int) -> None:
     async with running_mesh(start=partial(start, tmp_path)) as mesh:
         adapter = admin_pb.AddAdapterRequest(name="tiny")
         await mesh.admin.upload_adapter(adapter, content(b"tiny"))
@@ -65,7 +77,8 @@ async def test_streams_are_identical_and_nothing_is_left(tmp_path: Path) -> None
             assert contents(items) == expected[name]
 
         async with steady_streams([partial(ask, name) for name in (*ASKED, "greedy", "sampled")]):
-            for number, name in enumerate(NAMES):
+            # The bad worker lives on.
+            for number, name in enumerate(NAMES[:struck]):
                 await suffer(mesh, number, name)
         await eventually(lambda: compared(mesh))
         samples = await scrape(mesh.router)
@@ -78,6 +91,15 @@ async def test_streams_are_identical_and_nothing_is_left(tmp_path: Path) -> None
         for outcome in ("different", "failed", "inexact"):
             found = await scrape(mesh.router, outcome=outcome)
             assert not found.get("trtmesh_router_canary_items_total")
+        (tmp_path / "flipped").touch()
+        for _ in range(MOST_ITEMS):
+            await mesh.client.complete(prompts, **ASKED["greedy"])
+            await eventually(lambda: compared(mesh))
+            if await resting(mesh):
+                break
+        assert await resting(mesh) == {BAD}
+        for name in ASKED:
+            await ask(name)
         await mesh.idle()
         await eventually(lambda: no_lease_is_left(mesh))
 
@@ -109,6 +131,12 @@ async def rebalanced(mesh: Mesh) -> None:
         with suppress(TrtmeshError):
             await mesh.admin.rebalance_workers()
         await asyncio.sleep(FREEZE_SECONDS / 4)
+
+
+async def resting(mesh: Mesh) -> set[str]:
+    """The workers that the canary found at fault."""
+    workers = (await mesh.status()).workers
+    return {each.worker for each in workers if "contradict" in each.problem}
 
 
 async def compared(mesh: Mesh) -> bool:
