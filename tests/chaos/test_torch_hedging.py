@@ -55,6 +55,7 @@ async def exact() -> AsyncIterator[Fragile]:
     "options",
     [
         pytest.param(GUIDED, id="guided"),
+        pytest.param(GUIDED | SAMPLED, id="guided, several"),
         pytest.param(SAMPLED | {"adapter": ADAPTER, "ignore_end_id": True}, id="adapter"),
     ],
 )
