@@ -56,6 +56,13 @@ async def planned(on: Workers, *, dry_run: bool) -> Sequence[admin_pb.StreamMove
             await asyncio.sleep(0.05)
 
 
+async def moved_or_over(on: Workers, moves: Sequence[admin_pb.StreamMove]) -> None:
+    """Waits for the end of moves: on a busy machine a stream may end before its own does."""
+    await eventually(lambda: on.handoffs(cause="rebalance") == len(moves))
+    moved = on.handoffs(cause="rebalance", result="moved")
+    assert 0 < moved == on.moved(cause="rebalance")
+
+
 async def undisturbed(**options: Any) -> list[Any]:
     async with workers("mixed", timing={"step_ms": 0.0}) as on:
         return await tokens_of([on.ask(p, max_tokens=TOKENS, **options) for p in PROMPTS])
@@ -72,10 +79,8 @@ async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells() -> None:
         moves = (await on.client.admin.rebalance_workers()).moves
         assert moves
         assert all(move.began for move in moves)
-        await eventually(lambda: on.handoffs(cause="rebalance", result="moved") == len(moves))
-        assert on.load(second).running_sequences == len(moves)
+        await moved_or_over(on, moves)
         assert on.load(second).computed_prompt_tokens < 32 * len(moves)
-        assert on.moved(cause="rebalance") == len(moves)
         again = (await on.client.admin.rebalance_workers()).moves
         moved = {move.request_id for move in moves}
         assert not [move for move in again if move.request_id in moved]
@@ -90,17 +95,18 @@ async def test_no_stream_moves_to_a_worker_that_would_end_it_earlier(verb: str) 
     short = {"limits": {"max_sequence_tokens": 800}}
     of_worker = {"mixed-1": short}
     async with workers("mixed", "mixed", "mixed", of_worker=of_worker, **SMALL_POOL) as on:
-        first, second, third = on.engines
+        first, second, _ = on.engines
         asked = await crowded(on)
+        before = on.load(second).generated_tokens
         if verb == "rebalance":
             await planned(on, dry_run=False)
         else:
             limit = {"finish_seconds": 0} if verb == "drain" else {"by_seconds": 1}
             assert (await on.client.admin.drain_worker(first, **limit)).moved_sequences == STREAMS
-        await eventually(lambda: on.handoffs(result="moved") >= 1)
-        assert on.load(third).running_sequences
-        assert not on.load(second).running_sequences
+        # What is left at the end of the time moves without its KV.
+        await eventually(lambda: on.moved() >= 1)
         assert await tokens_of(asked) == await undisturbed()
+        assert on.load(second).generated_tokens == before
         await on.quiet()
 
 
@@ -191,7 +197,7 @@ async def test_room_is_made_for_a_long_prompt() -> None:
         assert moves
         assert len({(move.sender, move.receiver) for move in moves}) == 1
         assert all(move.began for move in moves)
-        await eventually(lambda: on.handoffs(cause="rebalance", result="moved") == len(moves))
+        await moved_or_over(on, moves)
         assert not (await on.client.admin.rebalance_workers(room_tokens=2**20)).moves
         assert await tokens_of(asked) == 2 * await undisturbed()
         await on.quiet()
