@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 from deploy.chart import EXAMPLES, Pod, named, pods, render, selects, settings_of
 from trtmesh.chassis.settings import load_settings
@@ -73,6 +74,8 @@ def test_scripts_are_bash() -> None:
     for pod in groups():
         assert pod.container["command"] == ["bash", "-c"]
         scripts += pod.container["args"]
+    leader, _ = groups()
+    scripts.append(leader.container["lifecycle"]["preStop"]["exec"]["command"][-1])
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
@@ -98,6 +101,41 @@ def test_leader_starts_the_ranks_of_its_group(programs: dict[str, str], tmp_path
     settings = settings_of(leader, render(EXAMPLES["nodes"]), tmp_path)
     assert isinstance(settings, EngineSettings)
     assert (settings.backend, settings.port) == ("tensorrt_llm", 9101)
+
+
+def test_a_stopping_leader_waits_for_its_engine_to_drain(tmp_path: Path) -> None:
+    """The hook finds the engine among other processes, and does not end before it."""
+    (tmp_path / "trtmesh.engine").write_text(
+        "trap 'sleep 0.5; touch drained; exit' TERM\necho ready\nwhile :; do sleep 0.1; done\n"
+    )
+    leader, _ = groups()
+    bash, dash, script = leader.container["lifecycle"]["preStop"]["exec"]["command"]
+    other = subprocess.Popen(["sleep", "600"])
+    # A shell with the words of an engine. Its parent waits for it, as the launcher does.
+    launcher = subprocess.Popen(
+        ["bash", "-c", "(exec -a python3 bash -m trtmesh.engine --port=9101); exit 0"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert launcher.stdout
+        assert launcher.stdout.readline() == "ready\n"
+        (engine,) = psutil.Process(launcher.pid).children()
+        # Nobody else's engines.
+        assert script.count("/proc/[0-9]*") == 1
+        seen = f"/proc/{other.pid} /proc/{launcher.pid} /proc/{engine.pid}"
+        hook = [bash, dash, script.replace("/proc/[0-9]*", seen)]
+        subprocess.run(hook, check=True, timeout=60)
+        assert (tmp_path / "drained").exists()
+        assert other.poll() is None
+        assert launcher.wait() == 0
+    finally:
+        for process in (launcher, other):
+            process.kill()
+            process.wait()
+        if launcher.stdout:
+            launcher.stdout.close()
 
 
 def test_the_leader_alone_is_found_by_routers() -> None:

@@ -57,6 +57,19 @@ spec:
                   trtllm-llmapi-launch python3 -m trtmesh.engine \
                   {{ join " \\\n" .args | nindent 18 | trim }}
             {{- with include "trtmesh.env" (dict "root" .root "of" $pool) }}{{ trim . | nindent 12 }}{{ end }}
+            # mpirun would kill the ranks soon after SIGTERM. So the engine is told first: it drains, and mpirun ends with it.
+            lifecycle:
+              preStop:
+                exec:
+                  command:
+                    - bash
+                    - -c
+                    - |
+                      for process in /proc/[0-9]*; do
+                        [[ $(tr '\0' ' ' < "$process/cmdline") == "python3 -m trtmesh.engine "* ]] || continue
+                        kill -TERM "${process#/proc/}"
+                        while [[ -d $process ]]; do sleep 0.2; done
+                      done
             ports:
               - {name: grpc, containerPort: 9101}
               - {name: metrics, containerPort: 8002}
