@@ -22,7 +22,7 @@ from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.temporary_ca import TemporaryCa
 
 MODEL_DIR = Path(__file__).parent.parent / "models" / "demo"
-READY_SECONDS = 120.0
+READY_SECONDS = 600.0
 
 Shape: TypeAlias = Literal["three processes", "local tokenizer", "one process"]
 
@@ -212,6 +212,7 @@ class Announcement(TypedDict):
     metrics_port: int | None
     pid: int
     http_address: NotRequired[str]
+    admin_address: NotRequired[str]
 
 
 def _start(

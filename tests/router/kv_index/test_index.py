@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from random import Random
 from typing import Any
@@ -138,6 +139,16 @@ def test_workers_that_come_and_go_in_an_idle_router_take_no_more_bits() -> None:
     index.store("new", [1])
     assert index.match([1], 0.0) == {"stays": 1, "new": 1}
     assert max(index._addresses) <= MOST_LEFT + 1
+
+
+def test_memory_grows_with_the_number_of_workers() -> None:
+    few, many = KvIndex(), KvIndex()
+    for number in range(1000):
+        few.store("one", [number])
+        many.store(f"{number}", [number])
+    bits = sum(map(sys.getsizeof, many._blocks.values()))
+    assert bits > 3 * sum(map(sys.getsizeof, few._blocks.values()))
+    assert many.approximate_bytes >= bits + sys.getsizeof(many._blocks)
 
 
 def test_loss_of_a_worker_looks_at_no_block_of_others() -> None:

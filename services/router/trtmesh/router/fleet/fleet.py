@@ -38,7 +38,7 @@ from trtmesh.router.placement.adapters import takers_of
 from trtmesh.router.placement.filters import FULL, has_room, receiver_exclusions
 from trtmesh.router.placement.load_guard import NOTHING, Booking, Reservation
 from trtmesh.router.placement.place import Decision, DecisionLog
-from trtmesh.router.placement.rates import Ewma, Typical, typical_of
+from trtmesh.router.placement.rates import Ewma, Rates, Typical, typical_of
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.placement.shares import AdapterShares
 from trtmesh.router.placement.snapshot import DECODE_PHASE, PREFILL_PHASE
@@ -435,17 +435,22 @@ class Fleet:
             del self._new_tokens[gone]
         for gone in self._shares.keys() - models:
             del self._shares[gone]
-        self._typical = {model: self._typical_of(model) for model in models}
+        self._typical = self._typical_now(models)
         if (now := asyncio.get_running_loop().time()) >= self._settle_at:
             self._settle_at = now + SETTLE_SECONDS
             for model, shares in self._shares.items():
                 shares.settle(takers_of(self.snapshot(), model), self._typical[model])
         self._outdated.update(self.workers)
 
-    def _typical_of(self, model: str) -> Typical:
-        rates = [w.guard.rates for w in self.workers.values() if w.description.model == model]
-        learned = self._new_tokens.get(model)
-        return typical_of(rates, learned.value if learned else None)
+    def _typical_now(self, models: Iterable[str]) -> dict[str, Typical]:
+        rates: dict[str, list[Rates]] = {model: [] for model in models}
+        for worker in self.workers.values():
+            rates.setdefault(worker.description.model, []).append(worker.guard.rates)
+        learned = self._new_tokens
+        return {
+            model: typical_of(rates[model], learned[model].value if model in learned else None)
+            for model in models
+        }
 
     @property
     def may_recover(self) -> bool:

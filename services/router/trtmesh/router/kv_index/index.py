@@ -104,9 +104,10 @@ class KvIndex:
 
     @property
     def approximate_bytes(self) -> int:
-        """Memory of the tables and their numbers."""
+        """Memory of the tables and their numbers, of which the bits of workers grow with their number."""
         tables = sys.getsizeof(self._blocks) + sum(map(sys.getsizeof, self._held.values()))
-        return tables + 2 * NUMBER_BYTES * len(self._blocks) + self._recent.approximate_bytes
+        bits = max(NUMBER_BYTES, sys.getsizeof(1 << len(self._slots)))
+        return tables + (NUMBER_BYTES + bits) * len(self._blocks) + self._recent.approximate_bytes
 
     def store(self, address: str, hashes: Sequence[int]) -> None:
         """Adds blocks of a worker, parents before children."""
