@@ -177,6 +177,7 @@ class TestWholeHandoffs:
                 )
             )
             rests = await streams[1].ends(prompts)
+            assert {each.end.error.message for each in rests.values() if each.end} == {""}
             assert {len(each.token_ids) for each in rests.values()} == {19}
             await both.settled()
             assert both.sender.sent.consumed == both.receiver.received.consumed == len(prompts)
@@ -268,8 +269,10 @@ class TestEndsOfTheReceiver:
     async def test_expiry_ends_the_waiting_sequence(self) -> None:
         async with pair() as both:
             receiver_lease = lease()
-            await both.reserve(receiver_lease, expires_in_ms=100)
-            await both.receiver.stream.send(continuation(1, receiver_lease))
+            await both.reserve(receiver_lease)
+            await both.receiver.stream.send(
+                continuation(1, receiver_lease), renew(receiver_lease, expires_in_ms=20)
+            )
             assert await reason(both) == "HANDOFF_FAILED"
             assert not both.receiver.stream.handoffs_failed
 
@@ -450,8 +453,10 @@ class TestEndsOfTheSender:
 
     async def test_expiry_of_parked_kv_frees_it(self) -> None:
         async with pair() as both:
-            await both.prefill(1, lease(), lease_expires_in_ms=200)
+            sender_lease = lease()
+            await both.prefill(1, sender_lease)
             assert await reason(both, at_sender=True) == "FINISH_REASON_HANDOFF"
+            await both.sender.stream.send(renew(sender_lease, expires_in_ms=20))
             await both.settled()
             assert both.sender.sent.expired == 1
 

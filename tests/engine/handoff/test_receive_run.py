@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from engine.handoff.pairs import PROMPT, SLOW, Pair, lease, oracle, pair, release, reserve
+from engine.handoff.pairs import PROMPT, SLOW, Pair, lease, oracle, pair, release, renew, reserve
 from engine_streams import MESSAGE_BYTES, eventually, submit
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.rpc import ServedContext
@@ -170,7 +170,8 @@ async def test_silent_sender_ends_with_the_lease(begun: list[pb.FetchResponse]) 
         await asyncio.Event().wait()
 
     async with pair(SLOW) as both, scripted(script) as address:
-        receiver_lease = await attached_to(both, address, expires_in_ms=500)
+        receiver_lease = await attached_to(both, address)
+        await both.receiver.stream.send(renew(receiver_lease, expires_in_ms=20))
         assert "renewed" in (await both.receiver.failed(receiver_lease)).message
         await both.receiver.settled()
         assert both.receiver.received.expired == 1
@@ -248,12 +249,14 @@ async def test_silent_network_ends_with_the_leases_of_both_sides() -> None:
         network = Network(both.sender.engine.address)
         async with network.carrying() as address:
             receiver_lease = lease()
-            await both.reserve(receiver_lease, expires_in_ms=3000)
-            descriptor = await both.prefill(1, lease(), lease_expires_in_ms=3000)
+            await both.reserve(receiver_lease)
+            descriptor = await both.prefill(1, lease())
             descriptor.address = address
             await both.attach(receiver_lease, descriptor)
             await eventually(lambda: both.sender.fetches(descriptor.lease_id))
             network.fall_silent()
+            await both.receiver.stream.send(renew(receiver_lease, expires_in_ms=20))
+            await both.sender.stream.send(renew(descriptor.lease_id, expires_in_ms=20))
             await both.receiver.failed(receiver_lease)
             await both.sender.stream.end(1)
             await eventually(lambda: both.sender.sent.expired)
@@ -419,11 +422,12 @@ class TestOneSidedReads:
         async with pair(receiver={"total_blocks": 5}) as both:
             gated = GatedTransport(both)
             receiver_lease = lease()
-            await both.reserve(receiver_lease, expires_in_ms=300)
+            await both.reserve(receiver_lease)
             await both.attach(receiver_lease, await both.prefill(1, lease()))
             await both.sender.stream.end(1)
+            await eventually(lambda: gated.begun)
+            await both.receiver.stream.send(renew(receiver_lease, expires_in_ms=20))
             assert (await both.receiver.failed(receiver_lease)).reason == "HANDOFF_FAILED"
-            assert gated.begun
             assert not gated.ended
             await both.receiver.stream.send(submit(2, 8, prompt=PROMPT))
             await eventually(lambda: both.receiver.backend.stats().waiting_sequences)

@@ -167,8 +167,11 @@ async def test_release_before_the_handoff_stops_the_first_half(consumed: bool) -
 
 async def test_unused_state_expires_with_its_lease() -> None:
     async with sides() as (side,):
-        assert (await side.ended(first_half(lease(), life_ms=300))).reason == HANDOFF
+        lease_id = lease()
+        assert (await side.ended(first_half(lease_id))).reason == HANDOFF
         assert side.load.used_blocks
+        renew = transfer.RenewLeasesCommand(lease_ids=[lease_id], expires_in_ms=20)
+        await side.stream.send(epb.EngineCommand(renew_leases=renew))
         await eventually(lambda: side.outcomes() == (1, 0, 0, 1, 0))
         await eventually(lambda: not side.load.used_blocks)
 
