@@ -174,5 +174,5 @@ $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 
 $(INSTALLED_DEV): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into .venv: pip says what it fetches; torch is the largest, and the first time takes minutes ..."
-	@$(PIP) -e '.[tokenizer,engine,tls,dev]'
+	@$(PIP) -e '.[tokenizer,engine,tls,otel,dev]'
 	@touch $@ $(INSTALLED)

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NotRequired, TypeAlias, TypedDict
 from urllib.request import urlopen
 
@@ -23,6 +24,7 @@ from trtmesh.cli.temporary_ca import TemporaryCa
 
 MODEL_DIR = Path(__file__).parent.parent / "models" / "demo"
 READY_SECONDS = 600.0
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 Shape: TypeAlias = Literal["three processes", "local tokenizer", "one process"]
 
@@ -63,15 +65,20 @@ def stack(
     python: str = sys.executable,
     shape: Shape = "three processes",
     http_port: str = "none",
+    env: Mapping[str, str] = NOTHING,
 ) -> Iterator[Stack]:
     """Runs one tokenizer, one engine and one router on free ports until the block ends. `model_dir` is the tokenizer's,
-    `tls` is for the router's clients; `python` may be that of another tree."""
+    `tls` is for the router's clients; `python` may be that of another tree; `env` is added to the variables."""
     of_engine = ("--backend", backend, *engine_flags)
     of_router = ("--port", "0", "--admin-port", "0", "--http-port", http_port,
                  *(tls.server_flags if tls else ()))  # fmt: skip
-    inside = {"TRTMESH_ROUTER_TOKENIZERS": "local", "TRTMESH_TOKENIZER_MODEL_DIR": str(model_dir)}
+    inside = {
+        **env,
+        "TRTMESH_ROUTER_TOKENIZERS": "local",
+        "TRTMESH_TOKENIZER_MODEL_DIR": str(model_dir),
+    }
     with _ended() as children:
-        start = partial(_start, children, python=python)
+        start = partial(_start, children, python=python, env=env)
         if shape == "one process":
             names = (f"TRTMESH_ENGINE_{f[2:].replace('-', '_').upper()}" for f in of_engine[::2])
             inside |= dict(zip(names, of_engine[1::2], strict=True))

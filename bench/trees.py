@@ -3,7 +3,7 @@
 Machines drift by a fifth between two runs, and hardly between two turns of a few seconds. Prints the CPU µs of all
 services a token, starts included, in the middle of the streams, and of each service; with `--burst`, how many one-token
 requests beside the streams are served a second. `--before` is the other tree, with an environment of its own in
-`.venv`.
+`.venv`. `--traced 0.01` compares this tree without tracing with itself, tracing so many of the requests.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from _collector import collector
 from _doors import DOORS, Door
 from _load import Found, Stream, in_turn, microseconds, run_bench, together
 from _stack import Stack, stack
@@ -54,7 +57,8 @@ async def turn_of_bursts(mesh: Stack, running: int, door: str, count: int) -> Ma
 
 async def main(
     *,
-    before: str,
+    before: str = "",
+    traced: float | None = None,
     door: Annotated[str, DOORS] = "native",
     streams: int = 64,
     tokens: int = 384,
@@ -62,8 +66,13 @@ async def main(
     burst: int = 0,
 ) -> None:
     """`before` is the folder of the other tree, `burst` has so many requests beside the streams."""
-    python = str(Path(before) / ".venv" / "bin" / "python")
-    with stack(*ENGINE, python=python) as other, stack(*ENGINE) as own:
+    if bool(before) is (traced is not None):
+        raise SystemExit("trees.py compares with --before DIR, or with --traced RATIO")
+    with ExitStack() as started:
+        python = str(Path(before) / ".venv" / "bin" / "python") if before else sys.executable
+        env = {} if traced is None else started.enter_context(collector(traced))
+        other = started.enter_context(stack(*ENGINE, python=python))
+        own = started.enter_context(stack(*ENGINE, env=env))
         turn = (
             partial(turn_of_bursts, running=streams, door=door, count=burst)
             if burst
@@ -72,6 +81,8 @@ async def main(
         sides = {"before": partial(turn, other), "now": partial(turn, own)}
         found = await in_turn(sides, rounds)
     named = {"door": door, "streams": streams, "rounds": rounds}
+    if traced is not None:
+        named["traced"] = traced
     print(json.dumps(named | compared(found["before"], found["now"])))
 
 

@@ -43,7 +43,7 @@ FILE` or `TRTMESH_CONFIG`), in this order of precedence:
 A relative path in the file begins at the directory of the file, in a flag or a variable at the working directory.
 Flags and variables separate the items of a list by commas. `trtmesh up` has the flags of the section `mesh`, and its
 processes read their own sections from the same file and variables. Router, engine and tokenizer also have the settings
-of [every service](#every-service).
+of [every service](#every-service). Traces have the standard variables of OpenTelemetry ([which](tracing.md)).
 """
 
 

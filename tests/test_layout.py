@@ -89,6 +89,7 @@ ROOMS = {
         "panics",
         "forwarding",
         "number_lists",
+        "tracing",
         "metrics",
         "quoting",
         "log_prob_sums",
@@ -227,6 +228,7 @@ ROOMS = {
         "fleet",
         "recorder",
         "line_file",
+        "tracing",
         "streams",
         "tokenizers",
         "links",
@@ -539,6 +541,7 @@ def test_few_commands_import_the_tools() -> None:
             ),
         ),
         ("tensorrt_llm", ("engine/backends/tensorrt_llm/library.py",)),
+        ("opentelemetry", ("chassis/tracing/otlp.py",)),
     ],
 )
 def test_only_its_homes_import_a_library(library: str, homes: tuple[str, ...]) -> None:
@@ -553,7 +556,7 @@ def test_only_its_homes_import_a_library(library: str, homes: tuple[str, ...]) -
 
 
 def test_cli_starts_without_heavy_libraries() -> None:
-    heavy = ("torch", "transformers", "tokenizers", "numpy")
+    heavy = ("torch", "transformers", "tokenizers", "numpy", "opentelemetry")
     program = (
         "import sys; from trtmesh.cli.app import COMMANDS; [each.load() for each in COMMANDS];"
         f" print([m for m in {heavy} if m in sys.modules])"

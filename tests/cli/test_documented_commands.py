@@ -34,6 +34,7 @@ PAGES = {
     "docs/operating.md": 15,
     "docs/parallel.md": 1,
     "docs/tls.md": 1,
+    "docs/tracing.md": 1,
     "docs/triton.md": 9,
     "deploy/README.md": 4,
 }
@@ -117,7 +118,7 @@ def stack() -> Iterator[Stack]:
     "program",
     [
         program
-        for page in ("README.md", "docs/operating.md")
+        for page in ("README.md", "docs/operating.md", "docs/tracing.md")
         for program in re.findall(
             r"```python\n(.*?)```", (REPOSITORY / page).read_text("utf-8"), re.DOTALL
         )

@@ -131,6 +131,7 @@ class SubmitCommand(google.protobuf.message.Message):
     LEASE_EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
     END_IDS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Handle of the item's first sequence, assigned by the router; the other sequences have the next numbers. Reusable
     after SequenceEnd.
@@ -161,6 +162,8 @@ class SubmitCommand(google.protobuf.message.Message):
     """
     lease_expires_in_ms: builtins.int
     """Lifetime of the lease `sender_lease_id` unless it is renewed, in milliseconds."""
+    traceparent: builtins.str
+    """The router's span, in the form of W3C Trace Context; empty unless the item is traced."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The prompt, followed by `emitted_tokens` tokens generated elsewhere."""
@@ -204,9 +207,10 @@ class SubmitCommand(google.protobuf.message.Message):
         lease_expires_in_ms: builtins.int = ...,
         handoff: trtmesh.v1.kv_transfer_pb2.HandoffDescriptor | None = ...,
         end_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "config", b"config", "draw_index", b"draw_index", "handoff", b"handoff", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "end_ids", b"end_ids", "handle", b"handle", "handoff", b"handoff", "lease_expires_in_ms", b"lease_expires_in_ms", "receiver_lease_id", b"receiver_lease_id", "request_id", b"request_id", "sender_lease_id", b"sender_lease_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_draw_index", b"_draw_index", "_timeout_ms", b"_timeout_ms", "batch_index", b"batch_index", "config", b"config", "draw_index", b"draw_index", "emitted_tokens", b"emitted_tokens", "end_ids", b"end_ids", "handle", b"handle", "handoff", b"handoff", "lease_expires_in_ms", b"lease_expires_in_ms", "receiver_lease_id", b"receiver_lease_id", "request_id", b"request_id", "sender_lease_id", b"sender_lease_id", "sequence_index", b"sequence_index", "stop_vocabulary", b"stop_vocabulary", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draw_index", b"_draw_index"]) -> typing.Literal["draw_index"] | None: ...
     @typing.overload

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from prometheus_client import ProcessCollector
 from trtmesh.chassis import process_metrics
 from trtmesh.chassis.metrics import Described, described
+from trtmesh.chassis.tracing import counts as spans
 from trtmesh.engine.handoff.metrics import HANDOFF_TABLE
 from trtmesh.engine.service import metrics as engine
 from trtmesh.router import gauges
@@ -24,7 +25,11 @@ OF_LIBRARY = tuple(
     for family in ProcessCollector(registry=None).collect()
 )
 """Of prometheus_client, under the names that every program has."""
-EVERY_PROCESS = (*described(process_metrics.PREFIX, process_metrics.TABLE), *OF_LIBRARY)
+EVERY_PROCESS = (
+    *described(process_metrics.PREFIX, process_metrics.TABLE),
+    *described(spans.PREFIX, spans.TABLE),
+    *OF_LIBRARY,
+)
 ROUTER = (
     *described(router.GENAI_PREFIX, router.GENAI_TABLE),
     *described(router.PREFIX, router.TABLE),

@@ -36,6 +36,8 @@ from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.tls.certificates import HTTP_1_1, Certificates
 from trtmesh.chassis.tls.client import H2
 from trtmesh.chassis.tls.settings import SecuredSettings, TlsSettings
+from trtmesh.chassis.tracing.spans import Tracer
+from trtmesh.chassis.tracing.tracer import open_tracer
 from trtmesh.v1 import process_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class Runtime:
     """TLS of the process; plain text unless given."""
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     health: Health = field(init=False)
+    tracer: Tracer | None = None
+    """None while nothing is traced."""
     more_metrics: Callable[[], str] = str
     """Additional metrics in Prometheus' text format; called in a thread."""
     descriptors: descriptor_pool.DescriptorPool = field(default_factory=descriptor_pool.Default)
@@ -137,6 +141,8 @@ class _Process:
         metrics = ProcessMetrics(self._settings.section, certificates)
         runtime.registry.register(metrics)
         ProcessCollector(registry=runtime.registry)
+        tracer = open_tracer(self._settings.section, os.environ, runtime.registry)
+        runtime.tracer = tracer
         service = self._build(self._settings, runtime)
         runtime.health = Health(service.service_names)
         server = GrpcServer(
@@ -168,6 +174,8 @@ class _Process:
                 await server.stop(grace=0.5)
                 for task in following:
                     task.cancel()
+                if tracer is not None:
+                    await tracer.close()
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -36,7 +36,7 @@ def build(argv: Sequence[str], settings: RouterSettings, runtime: Runtime) -> Ro
     except SettingsError as error:
         error.setting = own.spelling(error.setting)
         raise
-    inside = Runtime(registry=runtime.registry)
+    inside = Runtime(registry=runtime.registry, tracer=runtime.tracer)
     engine = LocalService(build_engine(own, inside), own, inside)
     return build_router(argv, settings, runtime, engine)
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeAlias, Unpack
 
 import grpc
 from trtmesh.chassis.bearer import ApiKey
@@ -24,6 +24,8 @@ from trtmesh.v1 import router_pb2, router_pb2_grpc
 from trtmesh.v1.generation_fields import Options
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
+
+Metadata: TypeAlias = Sequence[tuple[str, str]]
 
 RESUME_SECONDS = 10.0
 """Longest search for another router, with several addresses."""
@@ -149,10 +151,12 @@ class Client:
         request_id: str = "",
         model: str = "",
         timeout_seconds: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[Options],
     ) -> AsyncGenerator[Event, None]:
         """Yields the events of the prompts, up to a terminal event for each.
 
+        `metadata` goes with the call: a `traceparent` makes it a part of the caller's trace.
         `options` override fields of `config`. A missing `request_id` is drawn at random; `Accepted` carries it. Closing
         the generator cancels the call, so leave an `async for` early only inside `contextlib.aclosing`: a `break` alone
         leaves the closing to the garbage collector. Raises StreamIncomplete if a prompt has no terminal event.
@@ -166,7 +170,7 @@ class Client:
             request.model = model
         progress = Progress(request)
         try:
-            events = self._events(progress, timeout_seconds)
+            events = self._events(progress, timeout_seconds, metadata)
             async with aclosing(events):
                 async for event in events:
                     yield event
@@ -186,12 +190,15 @@ class Client:
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
         timeout_seconds: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[Options],
     ) -> AsyncGenerator[Event, None]:
         """Yields the events of an answer to a conversation, as `generate` does for a prompt. Each message has a `role`
         and a `content`; `chat_item` makes conversations for `generate` and `complete`."""
         item = chat_item(messages, tools=tools)
-        return self.generate([item], model=model, timeout_seconds=timeout_seconds, **options)
+        return self.generate(
+            [item], model=model, timeout_seconds=timeout_seconds, metadata=metadata, **options
+        )
 
     async def repeat(
         self,
@@ -214,7 +221,7 @@ class Client:
                 yield event
 
     async def _events(
-        self, progress: Progress, timeout_seconds: float | None
+        self, progress: Progress, timeout_seconds: float | None, metadata: Metadata = ()
     ) -> AsyncGenerator[Event, None]:
         """Yields the new events, from router after router."""
         loop = asyncio.get_running_loop()
@@ -224,7 +231,7 @@ class Client:
         while True:
             self._homes[progress.request.request_id] = None
             remaining = None if deadline is None else deadline - loop.time()
-            attempt = self._attempt(progress, router, remaining)
+            attempt = self._attempt(progress, router, remaining, metadata)
             try:
                 async with aclosing(attempt):
                     async for event in attempt:
@@ -244,11 +251,12 @@ class Client:
                 await asyncio.sleep(REPEAT_SECONDS)
 
     async def _attempt(
-        self, progress: Progress, router: int, timeout_seconds: float | None
+        self, progress: Progress, router: int, timeout_seconds: float | None, metadata: Metadata
     ) -> AsyncGenerator[Event, None]:
         """Requests the missing events from a router."""
         stub = router_pb2_grpc.MeshServiceStub(self._routers[router].channel)
-        metadata = self._routers[router].metadata
+        own = self._routers[router].metadata
+        metadata = (*own, *metadata)
         call: grpc.aio.UnaryStreamCall[Any, Any]
         request_id = progress.request.request_id
         resuming = progress.accepted
@@ -263,7 +271,7 @@ class Client:
                     if resuming:
                         resuming = False
                         for stop in self._stops.get(request_id, ()):
-                            await stub.Stop(stop, metadata=metadata)
+                            await stub.Stop(stop, metadata=own)
                     for event in events_of(response):
                         if progress.add(event):
                             yield event
@@ -278,6 +286,7 @@ class Client:
         request_id: str = "",
         model: str = "",
         timeout_seconds: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[Options],
     ) -> Sequence[ItemResult]:
         """The results in the order of the prompts. A failed item sets `error` in the result instead of raising."""
@@ -288,6 +297,7 @@ class Client:
             request_id=request_id,
             model=model,
             timeout_seconds=timeout_seconds,
+            metadata=metadata,
             **options,
         )
         async with aclosing(events):

@@ -38,7 +38,7 @@ def build(
             setting="router.tokenizers",
         ) from error
     own = load_beside(TokenizerSettings, argv)
-    inside = Runtime(registry=runtime.registry)
+    inside = Runtime(registry=runtime.registry, tracer=runtime.tracer)
     tokenizer = LocalTexts(TokenizerService(own, inside), own, inside)
     return Router(settings, runtime, tokenizer, engine)
 

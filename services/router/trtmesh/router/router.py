@@ -130,6 +130,7 @@ class Router:
             self._receipts,
             self._recorder,
             self._canary,
+            runtime.tracer,
         )
         self._requests = Requests(mesh, settings.client)
         self._links: dict[Replica, asyncio.Task[None]] = {}

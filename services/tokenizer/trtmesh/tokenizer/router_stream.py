@@ -14,6 +14,7 @@ from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, Unsup
 from trtmesh.chassis.forwarding import Outbox, Rest
 from trtmesh.chassis.revisions import refuse_unknown, unknown_numbers
 from trtmesh.chassis.rpc import ServedContext
+from trtmesh.chassis.tracing.spans import Span, Tracer, continued, end
 from trtmesh.tokenizer.chat.answers import TemplateReader
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.decoding.states import DecodeStates, Workload
@@ -52,6 +53,23 @@ class Shared:
     reader: TemplateReader
     workload: Workload
     metrics: TokenizerMetrics
+    tracer: Tracer | None = None
+
+    def begin_span(self, command: pb.EncodeCommand) -> Span | None:
+        """The span of an encode that is traced."""
+        if self.tracer is None or not command.traceparent:
+            return None
+        return continued(command.traceparent, f"tokenize {self.vocabulary.model}")
+
+    def end_span(self, span: Span, outcome: Outcome | None) -> None:
+        """Completes a span by the answer; None for a cancelled encode."""
+        if isinstance(outcome, EncodedTexts):
+            error = ""
+            span.attributes["trtmesh.tokens"] = outcome.token_count
+        else:
+            error = "CANCELLED" if outcome is None else outcome.reason
+        if self.tracer is not None:
+            end(self.tracer, span, error)
 
 
 class RouterStream:
@@ -72,6 +90,8 @@ class RouterStream:
             shared.vocabulary, shared.workload, shared.metrics, shared.limits.max_decode_states
         )
         self._encodes: dict[int, asyncio.Future[Outcome]] = {}
+        self._spans: dict[int, Span] = {}
+        """Those of traced encodes, by handle."""
         self._final_error: TrtmeshError | None = None
 
     async def serve(self, context: ServedContext) -> None:
@@ -157,6 +177,8 @@ class RouterStream:
                     f"is {handle}, an encode not answered yet", field="handle", value=str(handle)
                 )
             refuse_unknown(command, "encode", "this tokenizer")
+            if (span := self._shared.begin_span(command)) is not None:
+                self._spans[handle] = span
             self._shared.workload.begin()
         except TrtmeshError as error:
             self._answer_encode(handle, error)
@@ -211,9 +233,13 @@ class RouterStream:
         self._shared.workload.end()
         if not done.cancelled():
             self._answer_encode(handle, done.result())
+        elif (span := self._spans.pop(handle, None)) is not None:
+            self._shared.end_span(span, None)
 
     def _answer_encode(self, handle: int, outcome: Outcome) -> None:
         metrics = self._shared.metrics
+        if self._spans and (span := self._spans.pop(handle, None)) is not None:
+            self._shared.end_span(span, outcome)
         if isinstance(outcome, EncodedTexts):
             encoded = self._outbox.add(outcome.token_count * TOKEN_BYTES).encoded
             _fill_encoded(encoded, outcome, metrics)
@@ -250,12 +276,15 @@ class DirectTexts:
         except Draining:
             # The stream says so.
             return None
+        span = shared.begin_span(command)
         try:
             outcome = shared.encoder.at_once(_request_of(command))
         finally:
             shared.workload.end()
         if outcome is None:
             return None
+        if span is not None:
+            shared.end_span(span, outcome)
         if isinstance(outcome, TrtmeshError):
             shared.metrics.failures[outcome.reason] += 1
             raise outcome

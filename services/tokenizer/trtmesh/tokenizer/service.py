@@ -54,6 +54,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         self._limits = limits
         self._metrics = TokenizerMetrics()
         runtime.registry.register(self._metrics)
+        self._tracer = runtime.tracer
         self._workload = Workload()
         self._instance = secrets.token_hex(8)
         self._shared: Shared | None = None
@@ -82,7 +83,14 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             tool_format(templates, self._settings.tool_format), reader
         )
         self._shared = Shared(
-            self._limits, vocabulary, encoder, renderer, reader, self._workload, self._metrics
+            self._limits,
+            vocabulary,
+            encoder,
+            renderer,
+            reader,
+            self._workload,
+            self._metrics,
+            self._tracer,
         )
         log.info(
             "tokenizer %s: %s, %d ids, %s decoding, fingerprint %s",

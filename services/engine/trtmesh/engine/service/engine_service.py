@@ -187,6 +187,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             delivery_memory=DeliveryMemory(info.max_adapter_bytes),
             handoffs=handoffs,
             role=role,
+            tracer=self._runtime.tracer,
         )
         self._ticker = asyncio.create_task(self._tick())
         await self._runtime.health.well("model")

@@ -45,6 +45,7 @@ from trtmesh.engine.service.submission import (
     never_fits,
     parse_submit,
 )
+from trtmesh.engine.service.tracing import WorkerTrace
 from trtmesh.engine.service.wire import kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -67,6 +68,7 @@ class _Item:
     handoffs: dict[int, Lease]
     """Handoff of each sequence, by handle."""
     timer: asyncio.TimerHandle | None = None
+    trace: WorkerTrace | None = None
 
 
 class RouterSession:
@@ -87,6 +89,8 @@ class RouterSession:
         self._live: dict[int, _Item] = {}
         self._continuing: dict[int, ReceivedState] = {}
         """Sequences with a state of another worker, before their first token here, by handle."""
+        self._traced: dict[int, WorkerTrace] = {}
+        """Traced sequences before their first token here, by handle."""
         self._received_items = 0
         self._open = True
         self._failed = False
@@ -153,6 +157,9 @@ class RouterSession:
         if self._continuing:
             for handle in self._continuing.keys() & part.handles:
                 self._continuing.pop(handle).continued()
+        if self._traced:
+            for handle in self._traced.keys() & part.handles:
+                self._traced.pop(handle).first_token(part.step_count)
         if self._open:
             self.outbox.put_step(part)
 
@@ -172,6 +179,11 @@ class RouterSession:
         handoff = item.handoffs.pop(handle, None)
         descriptor = _end_handoff(handoff, end) if handoff else None
         self._engine.metrics.ended(end, time.monotonic())
+        if item.trace is not None:
+            self._traced.pop(handle, None)
+            item.trace.ended(end, self._engine.streams.step_count)
+            if not item.live:
+                item.trace.close()
         if end.error and not end.error.worker:
             end.error.worker = self._engine.name
         if self._open:
@@ -234,6 +246,7 @@ class RouterSession:
         self._received_items += 1
         handles = handles_of(command)
         self._check_handles(handles)
+        trace = self._trace_of(command)
         try:
             self._check_room(len(handles))
             item = parse_submit(command, tuple(map(self._key, handles)), self._engine)
@@ -243,18 +256,22 @@ class RouterSession:
             else:
                 self._engine.backend.submit(item)
         except TrtmeshError as error:
-            self._refuse(handles, command, error)
+            self._refuse(handles, command, error, trace)
             return
         except Exception as error:
             # Broad on purpose: a defect of the backend fails this item alone.
             with request_id_bound(command.request_id):
                 log.exception("the backend could not take item %d", command.batch_index)
-            self._refuse(handles, command, BackendFailed(f"{type(error).__name__}: {error}"))
+            defect = BackendFailed(f"{type(error).__name__}: {error}")
+            self._refuse(handles, command, defect, trace)
             return
         prompt_tokens = item.prompt_tokens
         of_handles = dict.fromkeys(handles, handoff) if handoff else {}
-        live = _Item(prompt_tokens, len(handles), adapter_of(item.config), of_handles)
+        adapter = adapter_of(item.config)
+        live = _Item(prompt_tokens, len(handles), adapter, of_handles, trace=trace)
         self._live.update(dict.fromkeys(handles, live))
+        if trace is not None:
+            self._traced.update(dict.fromkeys(handles, trace))
         if isinstance(handoff, ReceivedState):
             self._continuing[handles[0]] = handoff
         self._engine.metrics.submitted(
@@ -323,8 +340,23 @@ class RouterSession:
                 limit=f"at most {limit}",
             )
 
-    def _refuse(self, handles: range, command: epb.SubmitCommand, error: TrtmeshError) -> None:
+    def _trace_of(self, command: epb.SubmitCommand) -> WorkerTrace | None:
+        engine = self._engine
+        if engine.tracer is None or not command.traceparent:
+            return None
+        step = engine.streams.step_count
+        return WorkerTrace.begin(engine.tracer, command, engine.name, engine.info.model, step)
+
+    def _refuse(
+        self,
+        handles: range,
+        command: epb.SubmitCommand,
+        error: TrtmeshError,
+        trace: WorkerTrace | None,
+    ) -> None:
         """Ends the handles of a refused item."""
+        if trace is not None:
+            trace.refused(error.reason)
         error.worker = error.worker or self._engine.name
         self._engine.metrics.errors[error.reason] += 1
         with request_id_bound(command.request_id):

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.chassis.panics import is_failure
+from trtmesh.chassis.tracing.spans import Tracer
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import (
     Backend,
@@ -324,6 +325,7 @@ class LoadedEngine:
     """None for a backend without handoffs."""
     role: epb.WorkerRole.ValueType
     """Present role."""
+    tracer: Tracer | None = None
     drain_ends_at: float | None = None
     """Monotonic time for cutting the streams of a stopping worker; None before."""
     drained: bool = False

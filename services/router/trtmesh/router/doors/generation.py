@@ -15,12 +15,13 @@ from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.rpc import RpcContext
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
-from trtmesh.router.callers.callers import Callers
+from trtmesh.router.callers.callers import Callers, Headers
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import TEXT_COMPLETION, ModelMetrics
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.live_request import LiveRequest
-from trtmesh.router.requests.requests import RunningRequest
+from trtmesh.router.requests.requests import Requests, RunningRequest
+from trtmesh.router.tracing import CallTrace
 
 
 class ErrorWording:
@@ -41,6 +42,8 @@ class Caller:
     remaining_seconds: float | None
     origin: str
     """The client's address."""
+    headers: Headers
+    """Those of the call, or its metadata."""
 
 
 def identity_of(callers: Callers, context: RpcContext) -> Identity:
@@ -64,7 +67,14 @@ def caller_of(callers: Callers, context: RpcContext) -> Caller:
     """The caller of a gRPC call. Raises Unauthenticated."""
     # As gRPC writes addresses: `ipv4:127.0.0.1:50051`, `ipv6:[::1]:50051`.
     host = context.peer().partition(":")[2].rpartition(":")[0].strip("[]")
-    return Caller(identity_of(callers, context), context.time_remaining(), origin_of(host))
+    identity, metadata = identity_of(callers, context), context.invocation_metadata() or ()
+    return Caller(identity, context.time_remaining(), origin_of(host), metadata)
+
+
+def trace_of(requests: Requests, door: str, headers: Headers) -> CallTrace | None:
+    """The trace of a call at a door, if it is sampled; `headers` may name the caller's span."""
+    tracer = requests.tracer
+    return None if tracer is None else CallTrace.begin(tracer, door, headers)
 
 
 class GenerationCall(AbstractContextManager["GenerationCall"]):
@@ -77,10 +87,12 @@ class GenerationCall(AbstractContextManager["GenerationCall"]):
         metrics: ModelMetrics,
         operation: str = TEXT_COMPLETION,
         began: float | None = None,
+        trace: CallTrace | None = None,
     ) -> None:
         """`metrics` are the metrics of the model of the call; `operation` counts until the request runs; `began` is the
         monotonic time of its arrival, by default now."""
         self.metrics = metrics
+        self.trace = trace
         self._door, self._operation = door, operation
         self._began = monotonic() if began is None else began
         self.outcome = "refused"
@@ -104,6 +116,8 @@ class GenerationCall(AbstractContextManager["GenerationCall"]):
             self.metrics.of(self._operation).ended(error_type, seconds)
         else:
             context.latencies.ended(error_type, seconds, context.trace_id)
+        if self.trace is not None:
+            self.trace.end(self.outcome, error_type)
 
 
 def _error_type(error: BaseException | None) -> str:
@@ -121,6 +135,8 @@ class RunningCall(AbstractAsyncContextManager[LiveRequest]):
 
     def __init__(self, call: GenerationCall, opening: RunningRequest) -> None:
         self._call, self._opening = call, opening
+        if call.trace is not None:
+            opening.traced(call.trace)
 
     async def __aenter__(self) -> LiveRequest:
         try:

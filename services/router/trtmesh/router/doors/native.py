@@ -9,7 +9,13 @@ from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering, request_id_of
 from trtmesh.router.callers.callers import Callers
-from trtmesh.router.doors.generation import GenerationCall, RunningCall, caller_of, identity_of
+from trtmesh.router.doors.generation import (
+    GenerationCall,
+    RunningCall,
+    caller_of,
+    identity_of,
+    trace_of,
+)
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.client_stream import Waiting, as_response
@@ -19,7 +25,7 @@ from trtmesh.v1 import router_pb2 as pb
 from trtmesh.v1 import router_pb2_grpc
 
 DOOR = "native"
-"""Its name in metrics."""
+"""Its name in metrics and traces."""
 
 
 class MeshService(router_pb2_grpc.MeshServiceServicer):
@@ -35,11 +41,16 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
         self._callers = callers
         self._metrics = metrics
 
+    def _call(self, model: str, context: ServedContext) -> GenerationCall:
+        """The block of a call."""
+        trace = trace_of(self._requests, DOOR, context.invocation_metadata() or ())
+        return GenerationCall(DOOR, self._requests.metrics_of(model), trace=trace)
+
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(self, request: pb.GenerateRequest, context: ServedContext) -> None:  # type: ignore[override]
         own_id = request_id_of(context)
         async with answering(context, request.request_id or own_id or "-"):
-            with GenerationCall(DOOR, self._requests.metrics_of(request.model)) as call:
+            with self._call(request.model, context) as call:
                 caller = caller_of(self._callers, context)
                 message = context.message
                 with message.admitted():
@@ -56,7 +67,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Resume(self, request: pb.ResumeRequest, context: ServedContext) -> None:  # type: ignore[override]
         async with answering(context, request.request.request_id):
-            with GenerationCall(DOOR, self._requests.metrics_of(request.request.model)) as call:
+            with self._call(request.request.model, context) as call:
                 caller = caller_of(self._callers, context)
                 message = context.message
                 with message.admitted():

@@ -83,6 +83,9 @@ class RacingItem(Protocol):
     ) -> None:
         """The sequence goes on at `worker`; the one at `address` was `lost`, or only behind."""
 
+    def copy_dropped(self, run: SequenceRun, outcome: str) -> None:
+        """The second copy of the sequence was stopped."""
+
     def note_absence(self, address: str, error: TrtmeshError) -> None:
         """Notes that the worker at `address` lacks the item's adapter, if that is the `error`."""
 
@@ -215,6 +218,7 @@ class Race:
         self.first.substitute(self.run)
         self.run.assignment = self.first
         self.second.lose(LosingCopy(self))
+        self._item.copy_dropped(self.run, outcome)
         self._end(outcome, detail)
 
     def _switch(self, lost: TrtmeshError | None) -> None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.fair.turns import StartQueue, StartScheduler
+from trtmesh.chassis.tracing.spans import Tracer
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
 from trtmesh.router.canary.canary import Canary
@@ -19,6 +20,7 @@ from trtmesh.router.recorder import Recorder
 from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientStream, Pace, WriteScheduler
 from trtmesh.router.tokenizers.pool import TokenizerPool
+from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.resumption import Received
 
 
@@ -38,6 +40,7 @@ class Mesh:
     receipts: Receipts
     recorder: Recorder | None = None
     canary: Canary | None = None
+    tracer: Tracer | None = None
     starts: StartScheduler = field(default_factory=StartScheduler)
     """Placements of items that no worker took yet. With the server's handlers in the same turns, each slice would send
     half as many items to a tokenizer and half as many to a worker: twice the messages."""
@@ -72,6 +75,8 @@ class RequestContext:
     """Turns of items before and after their first dispatch."""
     trace_id: str = ""
     """The trace of a sampled request, in 32 hexadecimal digits, for exemplars; '' for others."""
+    trace: CallTrace | None = None
+    """None for most requests."""
 
     def age_seconds(self) -> float:
         return asyncio.get_running_loop().time() - self.arrival_time

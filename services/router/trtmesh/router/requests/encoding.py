@@ -60,9 +60,11 @@ MOST_NAMES = 8
 NOT_ENCODED = EncodedItem([], [], [], PromptBlocks(None, ()))
 
 
-async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem:
-    """Encodes prompt and words in a single exchange. Raises UnsupportedField, before the item costs a tokenizer
-    anything, PromptEmpty, AdapterNotFound or the pool's errors."""
+async def encode_item(
+    context: RequestContext, item: ItemRequest, traceparent: str = ""
+) -> EncodedItem:
+    """Encodes prompt and words in a single exchange, traced below a span if any. Raises UnsupportedField, before the
+    item costs a tokenizer anything, PromptEmpty, AdapterNotFound or the pool's errors."""
     context.mesh.fleet.check_fields(context.model, item.worker_fields)
     prompt, config, stopping = item.prompt, item.config, item.config.stopping
     words, spelled_words = config.sampling.embedding_bias_texts, stopping.bad_texts
@@ -95,6 +97,8 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             command.stop_texts.extend(stop_texts)
         if item.chat is not None:
             command.chat.CopyFrom(item.chat)
+        if traceparent:
+            command.traceparent = traceparent
         if len(text) >= HUGE_TEXT:
             # To copy it again, to send it, is work of another turn.
             await context.starting.turn_before_rest()
@@ -103,7 +107,7 @@ async def encode_item(context: RequestContext, item: ItemRequest) -> EncodedItem
             count = encoded.omitted_token_ids
             context.mesh.fleet.check_length(context.model, count, or_more=True)
             # A worker that takes more has joined meanwhile.
-            return await encode_item(context, item)
+            return await encode_item(context, item, traceparent)
         if words:
             word_ids = [tuple(word.ids) for word in encoded.words]
         if len(encoded.spelled_words) != len(spelled_words):

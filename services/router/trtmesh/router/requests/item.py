@@ -66,7 +66,8 @@ class ItemRun:
         self._item = item
         self._permit = permit
         self._events = ItemEvents(item.batch_index, context)
-        self._placer = Placer(context, item)
+        self._trace = None if context.trace is None else context.trace.item(item)
+        self._placer = Placer(context, item, self._trace)
         seed = item.config.sampling.seed
         self._seed = context.drawn_seed if seed is None else seed
         receipts, self._receipt = context.mesh.receipts, None
@@ -95,7 +96,8 @@ class ItemRun:
         """From the request's arrival to the first dispatch; None before."""
         self.over_ns = 0
         """Monotonic time of a complete item's end."""
-        self.stage = "admit"
+        self.stage = ""
+        self._enter("admit")
         self._worker: Worker | None = None
 
     async def run(self) -> None:
@@ -122,17 +124,23 @@ class ItemRun:
             if not self._over:
                 self._abandon()
 
+    def _enter(self, stage: str) -> None:
+        self.stage = stage
+        if self._trace is not None:
+            self._trace.enters(stage)
+
     async def _admit(self) -> None:
         if self._stop_asked:
             raise asyncio.CancelledError
         await self._permit.admitted(self._item.config.priority)
 
     async def _encode(self) -> None:
-        self.stage = "encode"
+        self._enter("encode")
         loop, context = self._loop, self._context
         began = loop.time()
         try:
-            self._encoded = await encode_item(context, self._item)
+            traceparent = "" if self._trace is None else self._trace.traceparent
+            self._encoded = await encode_item(context, self._item, traceparent)
         except TrtmeshError:
             await self._turn_among_siblings()
             raise
@@ -146,7 +154,7 @@ class ItemRun:
     async def _open(self) -> None:
         """Waits for a sibling with the same prefix, then opens sequences resumed from another router, or from the state
         of a first half."""
-        self.stage = "place"
+        self._enter("place")
         received = self._context.received.longest(self._item.batch_index) if self._resumed else 0
         # Before received tokens are given to a tokenizer.
         await self._placer.prepare(self._encoded, received)
@@ -160,11 +168,11 @@ class ItemRun:
         while self._needs_worker and self._error is None:
             news = self._news = self._loop.create_future()
             if self._context.pace.paused:
-                self.stage = "paused"
+                self._enter("paused")
                 self._placer.drop_promise()
                 await news
                 continue
-            self.stage = "place"
+            self._enter("place")
             await self._turn()
             # Everything may have changed meanwhile.
             waiting = self._waiting
@@ -203,7 +211,8 @@ class ItemRun:
         lacking = [worker for worker in workers if not worker.adapters.holds(adapter.identity)]
         if adapter.version is None or not lacking:
             return True
-        self.stage, self._delivered = "load", True
+        self._enter("load")
+        self._delivered = True
         loading = until_all_end(*(self._load(worker, adapter) for worker in lacking))
         try:
             await until_first_ends(loading, self._no_worker_needed())
@@ -250,7 +259,7 @@ class ItemRun:
 
     async def _generate(self) -> None:
         """Waits until all sequences ended, or any failed or needs another worker."""
-        self.stage = "generate" if self._runs else "reserve"
+        self._enter("generate" if self._runs else "reserve")
         while not (self._over or self._settled or self._needs_worker or self._error is not None):
             self._news = self._loop.create_future()
             await self._news
@@ -291,7 +300,10 @@ class ItemRun:
         if (recorder := self._mesh.recorder) is not None:
             error = self._events.error
             recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
-        self.stage = "over"
+        self._enter("over")
+        if self._trace is not None:
+            events, usage = self._events, self.usage()
+            self._trace.over(self._runs, usage, events.reason, events.error, self.queue_seconds)
         self._on_over()
 
     def _give_sample(self, receipt: ItemReceipt) -> None:
@@ -606,6 +618,8 @@ class ItemRun:
         self, run: SequenceRun, address: str, worker: Worker, lost: TrtmeshError | None
     ) -> None:
         """A sequence goes on at `worker` with its second copy: the one at `address` was `lost`, or is behind."""
+        if self._trace is not None:
+            self._trace.switched(run, lost)
         self._events.moved(1, "hedged", lost)
         self._note_worker(worker, [run], NO_LEASE)
         if lost is not None:
@@ -629,6 +643,11 @@ class ItemRun:
         told = error if placer.is_news(address, error) else None
         self._move([run], error.reason.lower(), error, told)
 
+    def copy_dropped(self, run: SequenceRun, outcome: str) -> None:
+        """The second copy of a sequence was stopped."""
+        if self._trace is not None:
+            self._trace.dropped(run, outcome)
+
     def note_absence(self, address: str, error: TrtmeshError) -> None:
         """Notes that the worker at `address` lacks the item's adapter, if that is the `error`."""
         if isinstance(error, AdapterNotFound) and self._encoded.adapter is not None:
@@ -642,6 +661,8 @@ class ItemRun:
         told: TrtmeshError | None = None,
     ) -> None:
         """Takes sequences off their workers and wakes the item, to place them again with all tokens; logs `told`."""
+        if self._trace is not None:
+            self._trace.left(runs, cause, error)
         for run in runs:
             run.leave_worker(error)
         self._events.moved(len(runs), cause, told)
@@ -674,6 +695,8 @@ class ItemRun:
 
     def on_handed_over(self, run: SequenceRun, end: End) -> None:
         """Passes a sequence on to the receiver, or keeps the sequence for the return of the client."""
+        if self._trace is not None:
+            self._trace.left([run], "handed over", None)
         if self._stop_asked:
             run.end(pb.FINISH_REASON_STOPPED, deliver=Delivery.ALL)
         elif self._handoffs is not None:

@@ -42,6 +42,8 @@ class ItemEvents:
         self._of_model = self._metrics.of(context.model)
         self.error = ""
         """Reason word of the failure."""
+        self.reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
+        """Of an end without failure."""
         self._over = False
 
     def started(
@@ -138,7 +140,7 @@ class ItemEvents:
         self._metrics.note_item(self._owner, usage.prompt_tokens, usage.generated_tokens)
         event = router_pb.GenerateEvent()
         finished = event.item_finished
-        finished.reason = reason
+        finished.reason = self.reason = reason
         finished.usage.CopyFrom(usage)
         if perf_metrics is not None:
             finished.perf_metrics.CopyFrom(perf_metrics)

@@ -20,6 +20,7 @@ from trtmesh.router.requests.item import ItemRun
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Credit, Pace
+from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.request import GenerationRequest, ItemRequest
 from trtmesh.router.values.resumption import Received
 from trtmesh.v1 import generation_pb2 as pb
@@ -52,6 +53,7 @@ class LiveRequest:
         client_limits: ClientLimits,
         waiting: Budget,
         paused: set[LiveRequest],
+        trace: CallTrace | None,
     ) -> None:
         """`paused` are the requests that wait until their clients read."""
         now = asyncio.get_running_loop().time()
@@ -86,7 +88,11 @@ class LiveRequest:
             deadline=None if remaining_seconds is None else now + remaining_seconds,
             starting=StartQueue(mesh.starts, origin),
             running=StartQueue(mesh.continuations, origin),
+            trace_id="" if trace is None else trace.trace_id,
+            trace=trace,
         )
+        if trace is not None:
+            trace.began(admitted.model)
         self.ended: TrtmeshError | None = None
         """The error, if this router ended the call."""
         self.gone: asyncio.Event | None = None

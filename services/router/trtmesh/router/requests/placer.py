@@ -34,6 +34,7 @@ from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.encoding import EncodedItem
 from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, GroupMember
 from trtmesh.router.streams.sequence import SequenceRun
+from trtmesh.router.tracing import ItemTrace, LegTrace
 from trtmesh.router.values.request import ItemRequest, worker_config
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
@@ -161,8 +162,11 @@ def unplaceable(loss: TrtmeshError | None, error: TrtmeshError) -> TrtmeshError:
 class Placer:
     """Places an item, and again the sequences left by their workers."""
 
-    def __init__(self, context: RequestContext, item: ItemRequest) -> None:
+    def __init__(
+        self, context: RequestContext, item: ItemRequest, trace: ItemTrace | None = None
+    ) -> None:
         self._context = context
+        self._trace = trace
         self._fleet = context.mesh.fleet
         self._item = item
         self._member: GroupMember | None = None
@@ -263,11 +267,14 @@ class Placer:
 
     def submit_copy(self, leg: Leg, encoded: EncodedItem, copy: SecondCopy) -> None:
         """Submits a second copy of a sequence. Raises TrtmeshError, and releases the leg."""
+        traced = self._traced(leg, [copy])
         try:
-            dispatch(leg, self._context, self._item, encoded, [copy])
+            dispatch(leg, self._context, self._item, encoded, [copy], trace=traced)
         except TrtmeshError:
             leg.booking.release(asyncio.get_running_loop().time())
             raise
+        if self._trace is not None and traced is not None:
+            self._trace.copied(traced)
 
     def has_place(
         self, encoded: EncodedItem, runs: Sequence[SequenceRun], address: str, error: TrtmeshError
@@ -335,8 +342,17 @@ class Placer:
         self, leg: Leg, encoded: EncodedItem, runs: Sequence[SequenceRun], lease: Lease
     ) -> None:
         """Submits sequences to the worker of a leg. Raises TrtmeshError."""
-        dispatch(leg, self._context, self._item, encoded, runs, lease)
+        traced = self._traced(leg, runs)
+        dispatch(leg, self._context, self._item, encoded, runs, lease, traced)
+        if self._trace is not None and traced is not None:
+            self._trace.began(traced, by_handoff=bool(lease.receiver or lease.state))
         self.dispatched(leg)
+
+    def _traced(self, leg: Leg, runs: Sequence[Held]) -> LegTrace | None:
+        if self._trace is None:
+            return None
+        tokens = {run.sequence_index: len(run.token_ids) for run in runs}
+        return self._trace.leg(leg.worker.name, tokens)
 
     def dispatched(self, leg: Leg) -> None:
         """Notes the worker's identity for later placements, and the booking for siblings."""
@@ -407,6 +423,8 @@ class Placer:
         )
 
     def _record(self, leg: Leg, cause: str) -> None:
+        if self._trace is not None:
+            self._trace.placed(cause, leg.decision)
         item, wait = self._item.batch_index, self._wait
         context, address = self._context, leg.worker.address
         if wait is not None and address in wait.tried:
@@ -482,9 +500,12 @@ def dispatch(
     encoded: EncodedItem,
     waiting: Sequence[Held],
     lease: Lease = NO_LEASE,
+    trace: LegTrace | None = None,
 ) -> None:
     """Submits the sequences without a worker."""
     whole = command_of(context, item, encoded)
+    if trace is not None:
+        whole.traceparent = trace.traceparent
     if item.is_context_only:
         _end_after_first_token(whole.config, is_handed_over=bool(lease.sender))
     for runs, command in _submits(item, waiting, encoded.token_ids, whole):

@@ -23,6 +23,7 @@ from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.live_request import Admitted, ItemTasks, LiveRequest
 from trtmesh.router.streams.client_stream import ClientLimits
+from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.request import GenerationRequest, ItemRequest
 from trtmesh.router.values.resumption import NOTHING, Received
 
@@ -51,12 +52,23 @@ class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
         self._requests, self._request, self._received = requests, request, received
         self._remaining_seconds, self._origin = remaining_seconds, origin
         self._admission = admission
+        self._trace: CallTrace | None = None
+
+    def traced(self, trace: CallTrace) -> None:
+        """Has the request tell its history. Call before the block."""
+        self._trace = trace
+        trace.opens(self._request)
 
     async def __aenter__(self) -> LiveRequest:
         """Starts the items. Raises the refusal."""
         admitted = await self._admission()
         self._live = live = self._requests.begin(
-            self._request, admitted, self._received, self._remaining_seconds, self._origin
+            self._request,
+            admitted,
+            self._received,
+            self._remaining_seconds,
+            self._origin,
+            self._trace,
         )
         self._tasks = ItemTasks(live, admitted.account)
         self._tasks.start()
@@ -75,6 +87,7 @@ class Requests:
 
     def __init__(self, mesh: Mesh, client_limits: ClientLimits) -> None:
         self._mesh = mesh
+        self.tracer = mesh.tracer
         self._client_limits = client_limits
         self._waiting = Budget(client_limits.total_bytes)
         self.draining = False
@@ -138,6 +151,7 @@ class Requests:
         received: Received,
         remaining_seconds: float | None,
         origin: str,
+        trace: CallTrace | None,
     ) -> LiveRequest:
         """Makes an admitted request live; `ended` follows."""
         live = LiveRequest(
@@ -150,6 +164,7 @@ class Requests:
             self._client_limits,
             self._waiting,
             self.paused,
+            trace,
         )
         self.live[admitted.owner.name, request.request_id] = live
         return live

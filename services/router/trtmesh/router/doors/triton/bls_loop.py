@@ -13,6 +13,7 @@ import secrets
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import replace
 
 from trtmesh.chassis.error_wire import from_proto
@@ -163,7 +164,7 @@ class BlsLoop:
         count = min(self._length, self._most - len(self._emitted) - 1)
         if count < 1 or self._stopped:
             return drafts
-        uncounted = GenerationCall("", self._requests.metrics_of(self._draft_model))
+        uncounted = copy(self._call)
         try:
             async with asyncio.timeout(DRAFT_SECONDS):
                 async with self._open(uncounted, self._drafting(count)) as live:

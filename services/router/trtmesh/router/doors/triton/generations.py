@@ -31,7 +31,7 @@ from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
-from trtmesh.router.doors.generation import Caller, GenerationCall, RunningCall
+from trtmesh.router.doors.generation import Caller, GenerationCall, RunningCall, trace_of
 from trtmesh.router.doors.triton.answers import Answer, Answers, AnswerStream, PlainText
 from trtmesh.router.doors.triton.bls_loop import BlsLoop
 from trtmesh.router.doors.triton.engines import Engines
@@ -52,6 +52,7 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import RequestKey, Requests
 from trtmesh.router.streams.client_stream import Waiting
+from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH, GenerationRequest
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -96,9 +97,11 @@ class Generations:
         """Counts a request that could not be read, which arrived at a monotonic time."""
         self._call_of(model, began).end(error)
 
-    def _call_of(self, model: Model, began: float) -> GenerationCall:
+    def _call_of(
+        self, model: Model, began: float, trace: CallTrace | None = None
+    ) -> GenerationCall:
         metrics = self._requests.metrics_of(model.mesh_model)
-        return GenerationCall(DOOR, metrics, began=began)
+        return GenerationCall(DOOR, metrics, began=began, trace=trace)
 
     def problem(self, model: Model, template: GenerationTemplate) -> str:
         """Why a model takes no requests now, or ''."""
@@ -130,7 +133,8 @@ class Generations:
             wrap_size(call, self._engines),
             bias_size(call, self._engines, self._texts),
         )
-        with self._call_of(call.model, call.arrived_ns / 1e9) as generation:
+        trace = trace_of(self._requests, DOOR, caller.headers)
+        with self._call_of(call.model, call.arrived_ns / 1e9, trace) as generation:
             owner = caller.identity
             call, request = await message.run(partial(_read, template, call, *sizes))
             if self._may_loop(call.model, request):

@@ -233,4 +233,5 @@ def _not_one_response() -> TrtmeshError:
 
 
 def _caller_of(request: web.Request) -> Caller:
-    return Caller(request[IDENTITY], None, origin_of(request.remote or ""))
+    origin = origin_of(request.remote or "")
+    return Caller(request[IDENTITY], None, origin, request.headers.items())
