@@ -1,0 +1,66 @@
+"""Dashboards and alerts over a mesh that a real Prometheus scrapes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+from deploy.monitored_mesh import Prometheus, monitored_mesh
+from deploy.monitoring_files import PROMETHEUS, alerts, choices, queries
+from e2e.mesh import eventually
+
+pytestmark = [PROMETHEUS.needed, pytest.mark.slow]
+
+INTERVAL = "10s"
+
+
+def compared(expression: Any) -> Iterator[str]:
+    """What an alert's expression compares with a bound."""
+    if isinstance(expression, promql_parser.BinaryExpr) and str(expression.op) == "and":
+        yield from compared(expression.lhs)
+        yield from compared(expression.rhs)
+    else:
+        assert isinstance(expression, promql_parser.BinaryExpr)
+        assert str(expression.op) in ("<", ">"), expression
+        yield str(expression.lhs)
+
+
+async def has_data(prometheus: Prometheus, expression: str, seconds: float) -> bool:
+    """Whether an expression has had a number in the last seconds."""
+    found = await prometheus.values(expression, seconds)
+    return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
+
+
+async def test_every_query_returns_data(tmp_path: Path) -> None:
+    asked = {
+        f"{query.board}: {query.panel}: {query.legend}": query.filled(choices(), INTERVAL)
+        for query in queries()
+    }
+    for alert in alerts():
+        for number, left in enumerate(compared(promql_parser.parse(alert["expr"]))):
+            asked[f"{alert['alert']} {number}"] = left
+    missing = dict(asked)
+    began = time.monotonic()
+    async with monitored_mesh(tmp_path) as (_, prometheus):
+
+        async def none_missing() -> bool:
+            for name, expression in [*missing.items()]:
+                if await has_data(prometheus, expression, time.monotonic() - began):
+                    del missing[name]
+            return not missing
+
+        try:
+            await eventually(none_missing)
+        except TimeoutError:
+            pytest.fail(f"without data: {missing}")
+
+        async def certificate_fires() -> bool:
+            firing = 'ALERTS{alertname="TrtmeshCertificateEnds",alertstate="firing"}'
+            return bool((await prometheus.ask("query", query=firing))["result"])
+
+        await eventually(certificate_fires)
