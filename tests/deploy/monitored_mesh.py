@@ -43,6 +43,9 @@ ROUTER = (
 )
 FAILS = ("--simulated-faults-fail-item", "3")
 
+SECURE = "router-2"
+"""The router with TLS."""
+
 LONG = list(range(100, 2100))
 HELLO = ({"role": "user", "content": "Hello"},)
 
@@ -75,25 +78,28 @@ def _read(url: str) -> Any:
 
 @asynccontextmanager
 async def prometheus(
-    directory: Path, jobs: Mapping[str, Sequence[ServiceProcess]], secure: ServiceProcess, ca: Path
+    directory: Path, jobs: Mapping[str, Mapping[str, ServiceProcess]], secure: str, ca: Path
 ) -> AsyncIterator[Prometheus]:
-    """Runs Prometheus with the shipped rules; `secure` is the router with TLS."""
-
-    def scraped(job: str, processes: Sequence[ServiceProcess]) -> dict[str, Any]:
-        targets = [f"127.0.0.1:{process.metrics_port}" for process in processes]
-        return {"targets": targets, "labels": {"job": job}}
-
-    plain = [scraped(job, processes) for job, processes in jobs.items()]
+    """Runs Prometheus with the shipped rules over processes by job and name; the one named `secure` has TLS."""
+    scraped = {
+        name: {
+            "targets": [f"127.0.0.1:{process.metrics_port}"],
+            "labels": {"job": job, "instance": name},
+        }
+        for job, processes in jobs.items()
+        for name, process in processes.items()
+    }
+    over_tls = scraped.pop(secure)
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(ALERTS_FILE)],
         "scrape_configs": [
-            {"job_name": "plain", "static_configs": plain},
+            {"job_name": "plain", "static_configs": [*scraped.values()]},
             {
                 "job_name": "secure",
                 "scheme": "https",
                 "tls_config": {"ca_file": str(ca)},
-                "static_configs": [scraped("router", [secure])],
+                "static_configs": [over_tls],
             },
         ],
     }
@@ -177,13 +183,13 @@ class MonitoredMesh:
         await self.mesh.admin.drain_worker(name, finish_seconds=0)
         await self.mesh.admin.resume_worker(name)
 
-    def jobs(self) -> Mapping[str, Sequence[ServiceProcess]]:
-        """The processes that are scraped in plain text."""
-        mesh = self.mesh
+    def jobs(self) -> Mapping[str, Mapping[str, ServiceProcess]]:
+        """The processes by service and name."""
+        (tokenizer,) = self.mesh.tokenizers
         return {
-            "router": [mesh.router],
-            "tokenizer": mesh.tokenizers,
-            "engine": list(self.engines.values()),
+            "router": {"router-1": self.mesh.router, SECURE: self.second},
+            "tokenizer": {"tokenizer": tokenizer},
+            "engine": self.engines,
         }
 
 
@@ -245,9 +251,8 @@ async def monitored_mesh(directory: Path) -> AsyncIterator[tuple[MonitoredMesh, 
 
         await stack.enter_async_context(running_mesh(start=start))
         (monitored,) = started
-        jobs = monitored.jobs()
         watching = await stack.enter_async_context(
-            prometheus(directory, jobs, monitored.second, monitored.authority.ca)
+            prometheus(directory, monitored.jobs(), SECURE, monitored.authority.ca)
         )
         tasks = [asyncio.create_task(repeat(each)) for each in load(monitored)]
         tasks.append(asyncio.create_task(disturb(monitored)))
