@@ -15,14 +15,14 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install \
 	--root-user-action=ignore --no-compile $(PIP_ARGS) -c constraints.txt
 # models/training is left out: its scripts call torch and transformers where those have no types, or wrong ones.
-TYPED := services tools protos/generate.py protos/fields_module.py protos/triton_tensors.py deploy docs/settings.py docs/metrics.py docs/limits.py docs/build.py bench tests
+TYPED := services tools protos/generate.py protos/fields_module.py protos/triton_tensors.py deploy docs/settings.py docs/metrics.py docs/limits.py docs/build.py docs/pictures/dashboards.py bench tests
 INSTALLED := .venv/installed
 INSTALLED_DEV := .venv/installed-dev
 # Environments of engines and gateways that are not ours.
 FOREIGN := .foreign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance upgrade-test compat-clients console-test gateway-test foreign-test lint types protos bench bench-agreement chaos soak audit-releases images compose-up compose-test attack gpu-test tensorrt-llm-test
+.PHONY: help demo check types-of-services fast-tests test fresh-protos every-test conformance monitoring-test upgrade-test compat-clients console-test gateway-test foreign-test lint types protos bench bench-agreement chaos soak audit-releases images compose-up compose-test attack gpu-test tensorrt-llm-test
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ every-test:
 
 conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop cases; needs H2SPEC, H2SPEC_GRPC, GRPC_INTEROP_CLIENT; FUZZ_SECONDS=600
 	$(BIN)/pytest -v --timeout=0 tests/conformance --fuzz-seconds=$(or $(FUZZ_SECONDS),0)
+
+monitoring-test: $(INSTALLED_DEV)  ## Check dashboards and alerts by Prometheus over a mesh in trouble; needs PROMETHEUS, PROMTOOL
+	$(BIN)/pytest -v tests/deploy/test_monitoring.py tests/deploy/test_monitored_mesh.py
 
 compat-clients: $(INSTALLED_DEV)  ## Run grpcio 1.49.1 and newest, grpclib and grpc-js against a stack; installs them below .compat-clients
 	$(BIN)/pytest -v -m clients --timeout=0 tests/compat_clients

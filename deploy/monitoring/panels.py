@@ -214,8 +214,10 @@ STREAMS = Dashboard("streams", "Streams", {
 KV = Dashboard("kv", "KV, adapters, handoffs", {
     "KV cache": (
         Panel("Blocks in use", SHARE, each("trtmesh_engine_used_blocks / trtmesh_engine_total_blocks"), bound=0.95),
-        Panel("Prompt tokens reused", SHARE, ratio(
-            "trtmesh_engine_cached_prompt_tokens_total", "trtmesh_engine_prompt_tokens_total", "instance")),
+        Panel("Prompt tokens reused", SHARE, {
+            # Prompts count when they come, and what was reused when their sequences end.
+            "{{instance}}": "clamp_max(rate(trtmesh_engine_cached_prompt_tokens_total[$i])"
+            " / rate(trtmesh_engine_prompt_tokens_total[$i]), 1)"}),
         Panel("Preemptions", PER_SECOND, each("rate(trtmesh_engine_preemptions_total[$i])"),
               "Sequences paused since no block was left.")),
     "Adapters": (

@@ -163,7 +163,7 @@ def test_every_alert_is_tested_above_and_below_its_bound() -> None:
     ids=lambda arguments: "-".join(arguments[:2]),
 )
 async def test_promtool_finds_no_fault(arguments: tuple[str, ...]) -> None:
-    status, output = await PROMTOOL.run(*arguments, seconds=120)
+    status, output = await PROMTOOL.run(*arguments, seconds=280)
     assert (status, "SUCCESS" in output, "FAILED" in output) == (0, True, False), output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from operator import attrgetter
 
 from prometheus_client.core import Metric
@@ -110,7 +111,8 @@ class EngineMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by Prometheus on another thread."""
         yield from families(PREFIX, TABLE, self)
-        yield from families(PREFIX, HANDOFF_TABLE, self.handoffs)
+        # Another report may come meanwhile: leases must add up.
+        yield from families(PREFIX, HANDOFF_TABLE, copy(self.handoffs))
 
 
 def _finished(metrics: EngineMetrics) -> dict[str, int]:
