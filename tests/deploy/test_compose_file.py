@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,17 @@ def test_the_image_for_gpus_is_built_by_an_argument_that_the_build_knows() -> No
     assert "ARG DEVICE=cpu\n" in text
     assert f" {device}) " in text
     assert f"${{DEVICE}} != {device} " in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [COMPOSE_FILE, TLS_FILE, CUDA_FILE], ids=lambda file: file.name)
+def test_compose_knows_every_field(file: Path) -> None:
+    program = [sys.executable, "-m", "check_jsonschema"]
+    schema = ["--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run(
+        [*program, *schema, str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_every_service_is_tested() -> None:
