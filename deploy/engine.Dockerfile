@@ -11,7 +11,7 @@ RUN command -v python3 >/dev/null || { apt-get update -q \
 FROM base AS requirements
 WORKDIR /build
 COPY pyproject.toml deploy/requirements.py ./
-RUN python3 requirements.py engine foreign > requirements.txt
+RUN python3 requirements.py engine foreign > requirements.txt && python3 requirements.py --metadata > METADATA
 
 FROM base AS dependencies
 ARG DEVICE
@@ -34,6 +34,8 @@ RUN test ${DEVICE} != cuda || { apt-get update -q && apt-get install -yq --no-in
     && rm -rf /var/lib/apt/lists/*; }
 RUN useradd --system --uid 10001 --home-dir /tmp trtmesh
 COPY --from=dependencies /venv /venv
+# By which programs know their version.
+COPY --from=requirements /build/METADATA /app/trtmesh.dist-info/METADATA
 COPY protos/trtmesh /app/trtmesh
 COPY services/chassis/trtmesh /app/trtmesh
 COPY services/engine/trtmesh /app/trtmesh

@@ -1,4 +1,4 @@
-"""Prints the requirements of trtmesh with the named extras, one a line.
+"""Prints the requirements of trtmesh with the named extras, one a line, or with --metadata its name and version.
 
 An image installs from this list before it takes the code, so that a change of the code installs nothing again.
 """
@@ -12,6 +12,9 @@ from pathlib import Path
 
 def main(extras: list[str]) -> None:
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if extras == ["--metadata"]:
+        print(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}")
+        return
     lists = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
     print(
         "\n".join(sorted({requirement for requirements in lists for requirement in requirements}))

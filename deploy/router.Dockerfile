@@ -9,7 +9,7 @@ RUN command -v python3 >/dev/null || { apt-get update -q \
 FROM base AS requirements
 WORKDIR /build
 COPY pyproject.toml deploy/requirements.py ./
-RUN python3 requirements.py > requirements.txt
+RUN python3 requirements.py > requirements.txt && python3 requirements.py --metadata > METADATA
 
 FROM base AS dependencies
 ARG PIP_ARGS=""
@@ -22,6 +22,8 @@ RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS}
 FROM base
 RUN useradd --system --uid 10001 --home-dir /tmp trtmesh
 COPY --from=dependencies /venv /venv
+# By which programs know their version.
+COPY --from=requirements /build/METADATA /app/trtmesh.dist-info/METADATA
 COPY protos/trtmesh /app/trtmesh
 COPY services/chassis/trtmesh /app/trtmesh
 COPY services/router/trtmesh /app/trtmesh

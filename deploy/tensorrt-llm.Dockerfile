@@ -5,7 +5,7 @@ ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
 FROM ${BASE} AS requirements
 WORKDIR /build
 COPY pyproject.toml deploy/requirements.py ./
-RUN python3 requirements.py > requirements.txt
+RUN python3 requirements.py > requirements.txt && python3 requirements.py --metadata > METADATA
 
 FROM ${BASE}
 # Beside the library's packages, which it pins: torch, transformers, numpy and safetensors are its own.
@@ -13,6 +13,8 @@ COPY --from=requirements /build/requirements.txt /tmp/requirements.txt
 RUN python3 -m venv --system-site-packages /venv \
     && /venv/bin/pip install --no-cache-dir --disable-pip-version-check -r /tmp/requirements.txt
 RUN useradd --system --uid 10001 --home-dir /tmp trtmesh
+# By which programs know their version.
+COPY --from=requirements /build/METADATA /app/trtmesh.dist-info/METADATA
 COPY protos/trtmesh /app/trtmesh
 COPY services/chassis/trtmesh /app/trtmesh
 COPY services/engine/trtmesh /app/trtmesh

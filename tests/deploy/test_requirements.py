@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import requires
+from importlib.metadata import distributions, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -60,3 +60,31 @@ def test_requirements_are_followed_to_the_end() -> None:
 
 def test_router_starts_without_heavy_libraries() -> None:
     subprocess.run([sys.executable, "-c", BLOCKED], check=True)
+
+
+def test_an_image_knows_its_version(tmp_path: Path) -> None:
+    """Code alone, which is not installed, has none."""
+    script = [sys.executable, "deploy/requirements.py", "--metadata"]
+    written = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "trtmesh.dist-info").mkdir()
+    (tmp_path / "trtmesh.dist-info" / "METADATA").write_text(written, "utf-8")
+    (found,) = distributions(name="trtmesh", path=[str(tmp_path)])
+    assert found.version == version("trtmesh")
+    for file in (ROOT / "deploy").glob("*.Dockerfile"):
+        text = file.read_text("utf-8")
+        copied = "COPY --from=requirements /build/METADATA /app/trtmesh.dist-info/METADATA\n"
+        assert (copied in text) == ("PYTHONPATH=/app" in text), file.name
+
+
+def test_images_may_copy_what_they_copy() -> None:
+    """Of the repository they see what .dockerignore lets through."""
+    ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    seen = [line[1:] for line in ignored if line.startswith("!")]
+    for file in (ROOT / "deploy").glob("*.Dockerfile"):
+        if file.name == "model.Dockerfile":
+            # Its context is the directory of a model.
+            continue
+        for line in file.read_text("utf-8").splitlines():
+            if line.startswith("COPY ") and "--from" not in line:
+                for source in line.split()[1:-1]:
+                    assert source.startswith(tuple(seen)), f"{file.name}: {source}"
