@@ -320,19 +320,20 @@ async def test_refusals_after_dispatches_end_with_the_wait_and_repeat_ever_more_
 
 
 async def test_a_token_ends_the_wait_that_refusals_began() -> None:
-    async with fleet(retries={"worker_wait_seconds": 1.0}) as on:
+    async with fleet(retries={"worker_wait_seconds": 2.0}) as on:
         asked = on.ask([5])
         one = await on.first()
         handle = one.submits[0].handle
         for token in range(4):
+            other = on.other(one)
+            count = len(other.submits)
             await one.step((handle, token, [token]))
             await one.step(ends=[refusal(handle, QueueFull("full"))])
-            one = on.other(one)
-            count = len(one.submits)
+            one = other
             await eventually(lambda: len(one.submits) > count)  # noqa: B023
             handle = one.submits[-1].handle
             # Together longer than the wait.
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.6)
         await one.step((handle, 4, [9]), ends=[(handle, LENGTH)])
         assert (await asked)[0].token_ids == (0, 1, 2, 3, 9)
 
