@@ -74,6 +74,7 @@ class EncodeCommand(google.protobuf.message.Message):
     DESCRIBED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    SCHEMA_REVISION_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Assigned by the router; reusable after the answer or CancelEncode."""
     request_id: builtins.str
@@ -88,6 +89,8 @@ class EncodeCommand(google.protobuf.message.Message):
     """Most ids of `text` that are of use: of more, only the number is told. 0 sets no limit."""
     traceparent: builtins.str
     """The router's span, in the form of W3C Trace Context; empty unless the item is traced."""
+    schema_revision: builtins.int
+    """The router's revision of this schema. From a later one than the tokenizer's, unknown fields fail the encode."""
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts encoded separately, without special tokens (bias words)."""
@@ -130,9 +133,10 @@ class EncodeCommand(google.protobuf.message.Message):
         described_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         answer: Global___AnswerText | None = ...,
         traceparent: builtins.str = ...,
+        schema_revision: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_text", b"_text", "answer", b"answer", "chat", b"chat", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "answer", b"answer", "chat", b"chat", "described_token_ids", b"described_token_ids", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "skip_special_tokens", b"skip_special_tokens", "spelled_words", b"spelled_words", "stop_texts", b"stop_texts", "text", b"text", "traceparent", b"traceparent", "words", b"words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_text", b"_text", "add_special_tokens", b"add_special_tokens", "answer", b"answer", "chat", b"chat", "described_token_ids", b"described_token_ids", "handle", b"handle", "max_token_ids", b"max_token_ids", "request_id", b"request_id", "schema_revision", b"schema_revision", "skip_special_tokens", b"skip_special_tokens", "spelled_words", b"spelled_words", "stop_texts", b"stop_texts", "text", b"text", "traceparent", b"traceparent", "words", b"words"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_text", b"_text"]) -> typing.Literal["text"] | None: ...
 
 Global___EncodeCommand: typing_extensions.TypeAlias = EncodeCommand

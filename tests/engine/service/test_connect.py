@@ -128,6 +128,16 @@ class TestOpening:
             assert "field 1000 of submit.config.sampling" in end.error.message
             assert len(backend.items) == 1
 
+    async def test_unknown_field_of_a_router_of_this_revision_is_ignored(self) -> None:
+        backend = RecordingBackend()
+        async with serving(backend) as engine, raw_stream(engine.address) as stream:
+            await stream.send(hello())
+            await stream.until(lambda: stream.welcome)
+            newer = submit(1)
+            newer.submit.MergeFromString(b"\xc2\x3e\x01x")
+            await stream.send(newer)
+            await eventually(lambda: len(backend.items) == 1)
+
     @pytest.mark.parametrize(("own", "accepted"), [(ANY_TOKENIZER, True), ("", False)])
     async def test_unknown_tokenizer_is_refused(self, own: str, accepted: bool) -> None:
         backend = RecordingBackend(replace(INFO, tokenizer_fingerprint=own))

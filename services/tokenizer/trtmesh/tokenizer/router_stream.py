@@ -176,7 +176,7 @@ class RouterStream:
                 raise InvalidRequest(
                     f"is {handle}, an encode not answered yet", field="handle", value=str(handle)
                 )
-            refuse_unknown(command, "encode", "this tokenizer")
+            refuse_unknown(command, command.schema_revision, "encode", "this tokenizer")
             if (span := self._shared.begin_span(command)) is not None:
                 self._spans[handle] = span
             self._shared.workload.begin()

@@ -79,6 +79,7 @@ class RouterSession:
 
     def __init__(self, engine: LoadedEngine, hello: epb.HelloCommand) -> None:
         self.router = hello.router
+        self._revision = hello.schema_revision
         self.outbox = EventOutbox(
             hello.unacknowledged_steps,
             engine.metrics,
@@ -249,7 +250,8 @@ class RouterSession:
         trace = self._trace_of(command)
         try:
             self._check_room(len(handles))
-            item = parse_submit(command, tuple(map(self._key, handles)), self._engine)
+            keys = tuple(map(self._key, handles))
+            item = parse_submit(command, keys, self._engine, self._revision)
             handoff = None
             if item.sender_lease_id or item.receiver_lease_id or item.handoff_state:
                 handoff = self._handoffs.submit(command, item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trtmesh.chassis.errors import Draining, InvalidField, UnsupportedField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, parse_config, refuse_unsupported
-from trtmesh.chassis.revisions import refuse_unknown
+from trtmesh.chassis.revisions import SCHEMA_REVISION, refuse_unknown
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.handoff.lease import check_lease_id, lease_seconds
@@ -48,12 +48,15 @@ def adapter_of(config: GenerationConfig) -> Adapter | None:
 
 
 def parse_submit(
-    command: epb.SubmitCommand, keys: tuple[int, ...], engine: LoadedEngine
+    command: epb.SubmitCommand,
+    keys: tuple[int, ...],
+    engine: LoadedEngine,
+    revision: int = SCHEMA_REVISION,
 ) -> Submission:
-    """Raises InvalidField, UnsupportedField, NotUnderstood or Draining."""
+    """`revision` is that of the sender. Raises InvalidField, UnsupportedField, NotUnderstood or Draining."""
     if engine.draining:
         raise Draining(f"worker {engine.name} is draining; use another worker")
-    refuse_unknown(command, "submit", f"worker {engine.name}")
+    refuse_unknown(command, revision, "submit", f"worker {engine.name}")
     who = f"the {engine.info.backend} backend of worker {engine.name}"
     config = parse_config(command.config)
     refuse_unsupported(config, engine.info.supported_fields | {ROUTERS_SEED}, who)

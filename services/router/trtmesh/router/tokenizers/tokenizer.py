@@ -16,7 +16,7 @@ from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Call, Connection, Method
 from trtmesh.chassis.process_facts import clock_ahead_ms
-from trtmesh.chassis.revisions import check_revision
+from trtmesh.chassis.revisions import SCHEMA_REVISION, check_revision
 from trtmesh.chassis.tasks import next_tick
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import ContractBroken, check_names
@@ -244,6 +244,7 @@ class Tokenizer(Replica):
         if not self.expecting:
             self._heard()
         handle = job.command.handle = self._free_handle(self._jobs)
+        job.command.schema_revision = SCHEMA_REVISION
         self._jobs[handle] = job
         size = job.command.ByteSize()
         job.tokenizer, job.looks, job.is_long = self, 0, size >= LONG_BYTES
