@@ -455,4 +455,5 @@ async def test_frozen_and_dead_routers_are_told_within_a_bound() -> None:
 
 def test_wrong_usage_is_status_2() -> None:
     assert trtmesh("doctor", "--service", "oven --hot").returncode == 2
+    assert trtmesh("doctor", "--service", "router 'open").returncode == 2
     assert trtmesh("doctor", "--admin", "nowhere").returncode == 2

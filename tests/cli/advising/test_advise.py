@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def test_busiest_items_of_a_long_trace_are_taken(trace: Path) -> None:
     faster = ("--rate", str(twice), "--items", "60", "--engines", "8", "--json")
     load = advice_of(advise(trace, *RATES, *faster))["load"]
     assert load["items_per_second"] == pytest.approx(twice, rel=0.05)
+
+
+def test_rate_of_items_that_come_at_once_is_refused(tmp_path: Path) -> None:
+    burst = [replace(each, seconds=0.0) for each in steady_chat()[:20]]
+    run = advise(write_trace(tmp_path / "burst.jsonl", burst), *RATES, "--rate", "20")
+    assert run.exit_code == 2, run.output
+    assert "--rate" in run.stderr
+    assert "all items come at once" in run.stderr
 
 
 def test_no_number_of_engines_is_a_failure(trace: Path) -> None:
@@ -175,3 +184,21 @@ def test_mesh_without_items_or_with_several_models_is_refused() -> None:
     with pytest.raises(SettingsError, match="is no page of a router"):
         page_of("trtmesh_engine_steps_total 5\n")
     assert rates_of([page], "").step_ms is None
+
+
+def test_router_that_restarted_between_two_looks_is_told() -> None:
+    former, metrics = RouterMetrics(), RouterMetrics()
+    for one, times in ((former, 9), (metrics, 3)):
+        one.of("m").prompt_tokens.observe(5, times)
+        one.of("m").generated_tokens.observe(5, times)
+    with pytest.raises(SettingsError, match="restarted within 60 s; look again"):
+        load_between([page_of(text_of(former))], [page_of(text_of(metrics))], 60, "")
+
+
+def test_answers_without_any_prompt_between_two_looks_are_too_few() -> None:
+    metrics = RouterMetrics()
+    metrics.of("m").prompt_tokens.observe(700)
+    before = page_of(text_of(metrics))
+    metrics.of("m").generated_tokens.observe(64)
+    with pytest.raises(SettingsError, match="no item that began in 60 s; watch longer"):
+        load_between([before], [page_of(text_of(metrics))], 60, "")

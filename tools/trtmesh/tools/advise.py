@@ -292,7 +292,9 @@ def _arrivals(
             "no prefixes are known, so nothing is reused; a record of the router has them"
         )
     start, lasts = arrivals[0].seconds, arrivals[-1].seconds - arrivals[0].seconds
-    scale = (len(arrivals) - 1) / lasts / load.rate if load.rate and lasts else 1.0
+    if load.rate and not lasts:
+        raise SettingsError("scales times, but all items come at once", setting="--rate")
+    scale = (len(arrivals) - 1) / lasts / load.rate if load.rate else 1.0
     if scale != 1.0:
         advice.assumptions.append(f"times of arrival are scaled by {scale:.3g}, to --rate")
     return [replace(each, seconds=(each.seconds - start) * scale) for each in arrivals]

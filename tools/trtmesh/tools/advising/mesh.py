@@ -18,6 +18,7 @@ from trtmesh.tools.fleet_replay.trace import MOONCAKE_BLOCK_TOKENS, Arrival
 OPTION = "--metrics"
 PREFIX = "trtmesh_router_"
 PROMPTS, ANSWERS = "prompt_tokens_per_item", "generated_tokens_per_item"
+COUNTS = (f"{PROMPTS}_count", f"{ANSWERS}_count")
 
 Page = Mapping[tuple[str, str, str], float]
 """Samples by name without prefix, model, and bound of the bucket or ''."""
@@ -94,6 +95,10 @@ def load_between(
     """What the same routers served between two scrapes. Raises SettingsError."""
     grown: Counter[tuple[str, str, str]] = Counter()
     for old, new in zip(before, after, strict=True):
+        if any(value < old.get(key, 0.0) for key, value in new.items() if key[0] in COUNTS):
+            raise SettingsError(
+                f"are of a router that restarted within {seconds:g} s; look again", setting=OPTION
+            )
         grown.update({key: value - old.get(key, 0.0) for key, value in new.items()})
     served = {
         name for (key, name, _), value in grown.items() if key == f"{ANSWERS}_count" and value
@@ -104,6 +109,11 @@ def load_between(
             setting=OPTION,
         )
     model = _only(served, model)
+    if not grown[f"{PROMPTS}_count", model, ""]:
+        raise SettingsError(
+            f"show no item that began in {seconds:g} s; watch longer (--watch), or give a trace",
+            setting=OPTION,
+        )
     items = grown[f"{ANSWERS}_count", model, ""]
     return Observed(
         seconds, items, _lengths(grown, PROMPTS, model), _lengths(grown, ANSWERS, model)

@@ -86,13 +86,21 @@ async def collect_config(
     config = ("--config", str(file)) if file else ()
     services = []
     for line in lines:
-        section, *argv = shlex.split(line) or [""]
+        section, *argv = _words(line)
         if section not in KINDS:
             words = ", ".join(KINDS)
             raise SettingsError(f"is {line!r} but must begin with {words}", setting="--service")
         services.append(await _service(line, KINDS[section], [*argv, *config], environ, seconds))
     links = [link for one, other in permutations(services, 2) for link in _link(one, other)]
     return ConfigFacts(services, links, granted_memory(), max_open_files(), time.time())
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line) or [""]
+    except ValueError as error:
+        problem = f"is {line!r}, which no shell reads: {str(error).lower()}"
+        raise SettingsError(problem, setting="--service") from error
 
 
 def _line(
