@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
 from leaks import gone, without_collector
-from trtmesh.chassis.tasks import until_all_end, until_first_ends
+from trtmesh.chassis.tasks import deadline, until_all_end, until_first_ends
 
 Until = Callable[..., Awaitable[None]]
 
@@ -93,3 +95,21 @@ async def test_cancellation_of_the_caller_is_kept() -> None:
     may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await caller
+
+
+async def test_deadline_passes() -> None:
+    with pytest.raises(TimeoutError):
+        async with deadline(0.05):
+            await asyncio.get_running_loop().create_future()
+
+
+async def test_deadline_blames_nobody_for_a_pause_of_this_process() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        async with deadline(0.5):
+            reading = asyncio.create_task(asyncio.get_running_loop().sock_recv(ours, 1))
+            await asyncio.sleep(0)
+            time.sleep(0.6)  # noqa: ASYNC251 - the pause
+            theirs.send(b"a")
+            assert await reading == b"a"

@@ -9,6 +9,7 @@ from trtmesh.router.adapters.settings import AdapterSettings
 from trtmesh.router.fleet import worker
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.links.deadlines import Deadlines
+from trtmesh.router.links.turns import ConnectTurns
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Place, Residency
 from trtmesh.router.placement.residency import NO_ADAPTERS
@@ -23,6 +24,7 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
         address,
         max_message_bytes=2**20,
         turns=ParseScheduler(),
+        connect_turns=ConnectTurns(),
         router_name="router",
         first_tokenizer=known,
         fingerprint_of=lambda _: "",

@@ -23,6 +23,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.client import FinishReason
 from trtmesh.router.links import replica
+from trtmesh.router.links.turns import ConnectTurns
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers import pool as pool_module
 from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
@@ -236,6 +237,7 @@ def link_to(address: str, pool: TokenizerPool, patience: tuple[float, float]) ->
         silence_seconds=1.0,
         max_message_bytes=2**20,
         turns=ParseScheduler(),
+        connect_turns=ConnectTurns(),
         pool=pool,
         decode_seconds=patience[0],
         encode_seconds=patience[1],

@@ -1,10 +1,15 @@
-"""Waits for several tasks without leaving any behind, and for the next tick of what is periodic."""
+"""Waits for several tasks without leaving any behind, for the next tick of what is periodic, and with a deadline that
+blames no peer for a process that stood still."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
+
+DEADLINE_TICKS = 10
+"""Ticks of a deadline."""
 
 
 async def until_first_ends(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
@@ -23,6 +28,35 @@ async def next_tick(seconds: float) -> None:
     left = seconds - asyncio.get_running_loop().time() % seconds
     # Timers may end a little early.
     await asyncio.sleep(left if left > seconds / 2 else left + seconds)
+
+
+@asynccontextmanager
+async def deadline(seconds: float) -> AsyncIterator[None]:
+    """Raises TimeoutError after `seconds` in the block, counted in ticks: a pause of this process is one tick, and what
+    arrived during the pause is read before the next."""
+    async with asyncio.timeout(None) as timeout:
+        ticks = _Ticks(timeout, seconds / DEADLINE_TICKS)
+        try:
+            yield
+        finally:
+            ticks.timer.cancel()
+
+
+class _Ticks:
+    """Ends a block after DEADLINE_TICKS."""
+
+    def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
+        self._timeout, self._seconds = timeout, seconds
+        self._left = DEADLINE_TICKS
+        self._loop = asyncio.get_running_loop()
+        self.timer = self._loop.call_later(seconds, self._tick)
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left:
+            self.timer = self._loop.call_later(self._seconds, self._tick)
+        else:
+            self._timeout.reschedule(self._loop.time())
 
 
 async def _until(end: str, waits: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:

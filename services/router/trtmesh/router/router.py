@@ -52,6 +52,7 @@ from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.links.local import LOCAL, LocalService
 from trtmesh.router.links.replica import Replica
+from trtmesh.router.links.turns import ConnectTurns
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.movement.movement import Movement
 from trtmesh.router.receipts import Receipts
@@ -106,6 +107,7 @@ class Router:
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
         self._link_turns = ParseScheduler()
         """Of all workers and tokenizers: many bad ones take no more time than one."""
+        self._connect_turns = ConnectTurns()
         self._tokenizers = TokenizerPool(self._metrics, expected=bool(settings.tokenizers))
         self._tokenizer, self._engine = tokenizer, engine
         self._admission = Admission(settings.admission)
@@ -389,6 +391,7 @@ class Router:
             silence_seconds=self._settings.deadlines.silence_seconds,
             max_message_bytes=self._settings.max_message_bytes,
             turns=self._link_turns,
+            connect_turns=self._connect_turns,
             pool=self._tokenizers,
         )
         self._tokenizers.tokenizers[address] = tokenizer
@@ -408,6 +411,7 @@ class Router:
             deadlines=self._settings.deadlines,
             max_message_bytes=self._settings.max_message_bytes,
             turns=self._link_turns,
+            connect_turns=self._connect_turns,
             # A bridge listens on the loopback.
             tls_of_peers=plain_text if bridge else self._tls_of_peers,
             bridge=bridge,

@@ -62,6 +62,7 @@ from trtmesh.router.links.replica import (
     Replica,
     ReplicaState,
 )
+from trtmesh.router.links.turns import ConnectTurns
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Role, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
@@ -103,6 +104,7 @@ class Worker(Replica):
         deadlines: Deadlines,
         max_message_bytes: int,
         turns: ParseScheduler,
+        connect_turns: ConnectTurns,
         router_name: str,
         first_tokenizer: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],
@@ -120,7 +122,13 @@ class Worker(Replica):
         """`bridge` is the process in front of a foreign engine, None for an engine of ours. `on_touch` and `on_load`
         take the address."""
         super().__init__(
-            address, deadlines.silence_seconds, max_message_bytes, turns, tls_of_peers, local
+            address,
+            deadlines.silence_seconds,
+            max_message_bytes,
+            turns,
+            connect_turns,
+            tls_of_peers,
+            local,
         )
         self._deadlines = deadlines
         self._bridge = bridge
@@ -399,8 +407,10 @@ class Worker(Replica):
     def _ask_for_kv_snapshot(self) -> None:
         self._outbox.add().kv_snapshot.SetInParent()
 
-    async def serve_stream(self, connection: Connection) -> None:
+    async def before_connecting(self) -> None:
         await self._first_tokenizer()
+
+    async def serve_stream(self, connection: Connection) -> None:
         self._outbox = _new_outbox()
         self._steps.opened()
         call = connection.open(CONNECT)
@@ -447,6 +457,7 @@ class Worker(Replica):
                     self._on_welcome(event.welcome.engine)
 
     def _on_welcome(self, engine: pb.GetEngineResponse) -> None:
+        self._greeted()
         check_revision(f"worker {engine.worker}", engine.schema_revision, "this router")
         check_engine(engine)
         self._check_twin(engine.instance)

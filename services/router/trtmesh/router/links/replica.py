@@ -26,11 +26,15 @@ from trtmesh.router.links.contract import (
     ContractBroken,
 )
 from trtmesh.router.links.local import LocalService
+from trtmesh.router.links.turns import ConnectTurns, Turn
 
 log = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 0.25
 REFUSED_RECONNECT_SECONDS = 2.0
+
+LONGEST_GREETING_SECONDS = 4 * GREETING_SECONDS
+"""Longest time to connect. It doubles after each attempt that used it up, as on a busy machine that starts a fleet."""
 
 LEAVING = "it was removed, or its address is gone; it finishes what it has"
 
@@ -75,6 +79,7 @@ class Replica(ABC):
         silence_seconds: float,
         max_message_bytes: int,
         turns: ParseScheduler,
+        connect_turns: ConnectTurns,
         tls_of_peers: TlsOfPeers = plain_text,
         local: LocalService | None = None,
     ) -> None:
@@ -88,6 +93,10 @@ class Replica(ABC):
         self._lost_seconds = LOST_AFTER * silence_seconds
         self._max_message_bytes = max_message_bytes
         self._turns = turns
+        self._connect_turns = connect_turns
+        self._connect_turn: Turn | None = None
+        """The turn of the latest attempt; None before the first, and for a service of this process."""
+        self._greeting_seconds = GREETING_SECONDS
         self._tls_of_peers = tls_of_peers
         self._silent_checks = 0
         self._rest_seconds = 0.0
@@ -143,12 +152,17 @@ class Replica(ABC):
         """Keeps a stream open until cancelled, when the replica leaves the fleet."""
         try:
             while True:
+                await self.before_connecting()
                 await self._connect_once()
                 refused = self.state == ReplicaState.REFUSED
                 pause = REFUSED_RECONNECT_SECONDS if refused else RECONNECT_SECONDS
                 await asyncio.sleep(max(pause, self._rest_seconds))
         finally:
             self._become(ReplicaState.GONE, "removed")
+
+    @abstractmethod
+    async def before_connecting(self) -> None:
+        """Waits for what the greeting names."""
 
     def connect(self) -> AbstractAsyncContextManager[Connection]:
         """A block with a connection to the replica. Raises Unavailable."""
@@ -157,7 +171,7 @@ class Replica(ABC):
         return connected(
             self._dialled(),
             self._max_message_bytes,
-            GREETING_SECONDS,
+            self._greeting_seconds,
             self._tls_of_peers(),
             check=self.check_dialled,
             turns=self._turns,
@@ -172,8 +186,8 @@ class Replica(ABC):
         rested, self._rest_seconds = self._rest_seconds, 0.0
         began = asyncio.get_running_loop().time()
         try:
-            async with self.connect() as connection:
-                await self.serve_stream(connection)
+            # A service of this process may take minutes to load.
+            await (self._serve_in_turn() if self._local is None else self._serve_once())
         except ContractBroken as error:
             log.warning("%s broke the contract and is left: %s", self.address, error.message)
             state, problem = ReplicaState.REFUSED, f"it broke the contract: {error.message}"
@@ -198,6 +212,31 @@ class Replica(ABC):
             problem = f"{type(error).__name__}: {error}"
         self._become(state, problem)
         self.lost(problem)
+
+    async def _serve_in_turn(self) -> None:
+        """Connects and serves a stream once few enough others are greeted."""
+        is_doubtful = self._greeting_seconds > GREETING_SECONDS
+        async with self._connect_turns.turn(is_doubtful=is_doubtful) as turn:
+            self._connect_turn = turn
+            began = asyncio.get_running_loop().time()
+            try:
+                await self._serve_once()
+            finally:
+                took = asyncio.get_running_loop().time() - began
+                # Not all: timers may end a little early.
+                if not turn.ended and took > self._greeting_seconds / 2:
+                    longer = min(2 * self._greeting_seconds, LONGEST_GREETING_SECONDS)
+                    self._greeting_seconds = longer
+
+    async def _serve_once(self) -> None:
+        async with self.connect() as connection:
+            await self.serve_stream(connection)
+
+    def _greeted(self) -> None:
+        """The replica answered the greeting: another one may be greeted."""
+        self._greeting_seconds = GREETING_SECONDS
+        if self._connect_turn is not None:
+            self._connect_turn.end()
 
     @property
     @abstractmethod

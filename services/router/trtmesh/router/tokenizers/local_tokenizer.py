@@ -10,6 +10,7 @@ from trtmesh.chassis.grpc.client import Connection
 from trtmesh.chassis.service import Runtime, Service
 from trtmesh.chassis.settings import ServiceSettings
 from trtmesh.router.links.local import LOCAL, LocalService
+from trtmesh.router.links.turns import ConnectTurns
 from trtmesh.router.tokenizers.decoding import DecodedSequence
 from trtmesh.router.tokenizers.tokenizer import EncodeJob, Pool, Tokenizer, fill_opening
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -74,6 +75,7 @@ class LocalTokenizer(Tokenizer):
         silence_seconds: float,
         max_message_bytes: int,
         turns: ParseScheduler,
+        connect_turns: ConnectTurns,
         pool: Pool,
     ) -> None:
         super().__init__(
@@ -81,6 +83,7 @@ class LocalTokenizer(Tokenizer):
             silence_seconds=silence_seconds,
             max_message_bytes=max_message_bytes,
             turns=turns,
+            connect_turns=connect_turns,
             pool=pool,
             local=local,
         )

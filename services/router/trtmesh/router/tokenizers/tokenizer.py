@@ -22,6 +22,7 @@ from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import ContractBroken, check_names
 from trtmesh.router.links.local import LocalService
 from trtmesh.router.links.replica import TWIN, Replica, ReplicaState
+from trtmesh.router.links.turns import ConnectTurns
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
 from trtmesh.v1 import tokenizer_pb2 as pb
 
@@ -179,13 +180,22 @@ class Tokenizer(Replica):
         silence_seconds: float,
         max_message_bytes: int,
         turns: ParseScheduler,
+        connect_turns: ConnectTurns,
         pool: Pool,
         tls_of_peers: TlsOfPeers = plain_text,
         local: LocalService | None = None,
         decode_seconds: float = DECODE_SECONDS,
         encode_seconds: float = ENCODE_SECONDS,
     ) -> None:
-        super().__init__(address, silence_seconds, max_message_bytes, turns, tls_of_peers, local)
+        super().__init__(
+            address,
+            silence_seconds,
+            max_message_bytes,
+            turns,
+            connect_turns,
+            tls_of_peers,
+            local,
+        )
         self._pool = pool
         self._decode_seconds = decode_seconds
         self._encode_seconds = encode_seconds
@@ -360,11 +370,15 @@ class Tokenizer(Replica):
         size = ID_BYTES * sequence.decoded + sum(map(len, sequence.text_options.stop_texts))
         fill_opening(self._outbox.add(size).open_decode, sequence)
 
+    async def before_connecting(self) -> None:
+        """The greeting names nothing."""
+
     async def serve_stream(self, connection: Connection) -> None:
         self._outbox = _new_outbox()
         self.description = await connection.ask(
             GET_TOKENIZER, pb.GetTokenizerRequest(), DESCRIBE_SECONDS
         )
+        self._greeted()
         described = self.description
         self.clock_ahead_ms = clock_ahead_ms(described.unix_ms)
         check_names(model=described.model, fingerprint=described.fingerprint, kind=described.kind)

@@ -44,6 +44,7 @@ from trtmesh.chassis.http2.frames import (
     goaway,
 )
 from trtmesh.chassis.http2.headers import HeaderBlock
+from trtmesh.chassis.tasks import deadline
 from trtmesh.chassis.tls.client import H2, PeerTls
 from trtmesh.chassis.tls.pem import reason_of_tls
 
@@ -243,7 +244,7 @@ async def connected(
 ) -> AsyncIterator[ClientConnection]:
     """Connects to `address` (host:port), over TLS if given, and closes the connection in the end. Large messages are
     received into `memory`, if given; `check` refuses IP addresses; `turns` are shared with other connections, if given.
-    Raises Unavailable if connecting and handshake take too long or fail."""
+    Raises Unavailable if connecting and handshake fail or take too long, not counting pauses of this process."""
     turns = turns or ParseScheduler()
     connection = (
         BulkConnection(address, max_message_bytes, turns, memory)
@@ -267,12 +268,11 @@ async def _connect(
     secure: dict[str, Any] = {}
     try:
         parsed = host, port = Address.parse(address)
-        async with asyncio.timeout(timeout_seconds):
+        async with deadline(timeout_seconds):
             if tls is not None:
                 secure = {
                     "ssl": tls.context,
                     "server_hostname": tls.name or host,
-                    "ssl_handshake_timeout": timeout_seconds,
                     "ssl_shutdown_timeout": CLOSE_SECONDS,
                 }
             hosts = [host] if check is None else await _checked(parsed, check)
