@@ -48,7 +48,7 @@ async def test_broken_backend_moves_its_items(tmp_path: Path) -> None:
         await mesh.ready(workers=2, tokenizers=1)
 
     async with running_mesh(start=start) as mesh:
-        options: dict[str, Any] = {"max_tokens": 50, "ignore_end_id": True}
+        options: dict[str, Any] = {"max_tokens": 32, "ignore_end_id": True}
         expected = await mesh.client.complete(PROMPTS, **options)
         await check_poison_stays(mesh)
         flags[0].with_suffix(".broken").touch()
