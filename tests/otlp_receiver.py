@@ -123,7 +123,8 @@ async def serving_http(
     app.router.add_post("/v1/traces", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
+    # As gRPC's server does: a test may hold the port.
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_port=True)
     await site.start()
     try:
         yield runner.addresses[0][1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -395,20 +395,30 @@ async def test_attributes_of_the_process_are_those_of_the_variables(
     assert result.text.encode() not in received.raw
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port that refuses connections until somebody else listens there, and that no other process gets."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_collector_that_comes_late_gets_what_is_new(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    received, port = Received(), free_port()
+    received = Received()
     protocol = "grpc" if transport == "grpc" else "http/protobuf"
-    for name, value in {**endpoint(protocol, port), "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with held_port() as port:
+        for name, value in endpoint(protocol, port).items():
+            monkeypatch.setenv(name, value)
+        await gets_what_is_new(received, transport, port)
+    assert received.spans
+
+
+async def gets_what_is_new(received: Received, transport: str, port: int) -> None:
     async with workers("mixed") as mesh:
         await mesh.client.complete([TEXT], max_tokens=3)
 
@@ -424,7 +434,6 @@ async def test_collector_that_comes_late_gets_what_is_new(
                 return bool(received.of_trace(f"{caller.trace_id:032x}"))
 
             await eventually(comes)
-    assert received.spans
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
