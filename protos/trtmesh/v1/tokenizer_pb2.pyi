@@ -90,7 +90,7 @@ class EncodeCommand(google.protobuf.message.Message):
     traceparent: builtins.str
     """The router's span, in the form of W3C Trace Context; empty unless the item is traced."""
     schema_revision: builtins.int
-    """The router's revision of this schema. From a later one than the tokenizer's, unknown fields fail the encode."""
+    """The router's revision of this schema if it is later than the tokenizer's: unknown fields fail the encode then."""
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts encoded separately, without special tokens (bias words)."""

@@ -27,6 +27,7 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.router.fleet.worker import MESSAGE_OVERHEAD_BYTES
+from trtmesh.router.tokenizers import tokenizer
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -173,6 +174,20 @@ async def test_neighbours_of_both_sides_serve() -> None:
         (submit,) = await on.engine.submitted()
         await on.engine.step((submit.handle, 0, [66]), ends=[(submit.handle, LENGTH)])
         assert (await asked)[0].text == "B."
+
+
+@pytest.mark.parametrize(("ahead", "told"), [(0, 0), (1, SCHEMA_REVISION + 1)])
+async def test_older_tokenizer_alone_is_told_the_revision(
+    ahead: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "SCHEMA_REVISION", SCHEMA_REVISION + ahead)
+    asked = ScriptedTokenizer()
+    async with scene(ScriptedEngine(supported_fields=["stopping.max_tokens"]), asked) as on:
+        waiting = on.ask("a", max_tokens=1)
+        (submit,) = await on.engine.submitted()
+        await on.engine.step((submit.handle, 0, [66]), ends=[(submit.handle, LENGTH)])
+        await waiting
+    assert {command.schema_revision for command in asked.encodes} == {told}
 
 
 async def test_oversized_item_fails_alone() -> None:

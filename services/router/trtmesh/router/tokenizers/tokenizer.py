@@ -254,7 +254,8 @@ class Tokenizer(Replica):
         if not self.expecting:
             self._heard()
         handle = job.command.handle = self._free_handle(self._jobs)
-        job.command.schema_revision = SCHEMA_REVISION
+        is_older = self.description.schema_revision < SCHEMA_REVISION
+        job.command.schema_revision = SCHEMA_REVISION if is_older else 0
         self._jobs[handle] = job
         size = job.command.ByteSize()
         job.tokenizer, job.looks, job.is_long = self, 0, size >= LONG_BYTES
