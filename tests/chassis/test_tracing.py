@@ -19,6 +19,7 @@ from trtmesh.chassis.tracing.spans import (
     MOST_EVENTS,
     Span,
     TraceContext,
+    continued,
     end,
     new_span_id,
     new_trace_id,
@@ -70,6 +71,16 @@ def test_parent_is_that_of_the_only_header() -> None:
     assert parent_in([other]) is None
     assert parent_in([own, own]) is None
     assert parent_in([("traceparent", TEXTS[0].encode())]) is None
+
+
+def test_span_of_another_service_goes_on_only_where_it_is_sampled() -> None:
+    # An unsampled one would never leave the queue: the SDK passes it over.
+    sampled, unsampled = TEXTS[:2]
+    span = continued(sampled, "generate")
+    assert span is not None
+    assert f"{span.context.trace_id:032x}" == TRACE
+    for text in (unsampled, "", "x"):
+        assert continued(text, "generate") is None
 
 
 def test_events_of_a_span_are_bounded() -> None:

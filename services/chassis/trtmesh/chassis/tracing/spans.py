@@ -122,6 +122,8 @@ def end(tracer: Tracer, span: Span, error: str = "", at_ns: int = 0) -> None:
 
 
 def continued(traceparent: str, name: str) -> Span | None:
-    """A span below the one of another service, which has sampled it; None without a valid context."""
+    """A span below the one of another service; None without a valid context, or if it was not sampled."""
     parent = TraceContext.parse(traceparent)
-    return None if parent is None else Span(name, parent.child(), parent)
+    if parent is None or not parent.sampled:
+        return None
+    return Span(name, parent.child(), parent)
