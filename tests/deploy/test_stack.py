@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -142,6 +143,33 @@ async def test_http_and_metrics_are_published(stack: ComposeStack) -> None:
     assert json.loads(await asyncio.to_thread(post))["text_output"].startswith(PROMPTS[0])
     assert answered(stack, "") == before + 1
     print("\nHTTP and metrics: reached from outside")
+
+
+async def test_every_service_names_its_release(stack: ComposeStack) -> None:
+    """In its metrics: code that is copied into an image knows no release by itself."""
+    read = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8002/metrics').read().decode())"
+    for service in ("router", "tokenizer", "engine"):
+        (container,) = stack.containers(service)
+        page = stack.execute(container, "python", "-c", read)
+        assert page.returncode == 0, page.stderr
+        (build,) = (
+            sample
+            for family in text_string_to_metric_families(page.stdout)
+            for sample in family.samples
+            if sample.name == "trtmesh_build_info"
+        )
+        assert (build.labels["service"], build.labels["version"]) == (service, version("trtmesh"))
+    print(f"\nrouter, tokenizer, engine: release {version('trtmesh')}")
+
+
+async def test_doctor_finds_no_fault_from_outside_and_inside(stack: ComposeStack) -> None:
+    outside = await asyncio.to_thread(trtmesh, stack, "doctor", "--json")
+    (router,) = stack.containers("router")
+    inside = stack.execute(router, "python", "-m", "trtmesh.cli", "doctor", "--json")
+    for done in (outside, inside):
+        findings = json.loads(done.stdout)["findings"]
+        assert [each for each in findings if each["severity"] == "error"] == [], done.stderr
+    print("\ndoctor: no errors")
 
 
 async def test_router_image_has_neither_torch_nor_transformers(stack: ComposeStack) -> None:

@@ -7,6 +7,17 @@ def main() -> None:
     try:
         # During imports, too, Ctrl-C ends the command quietly.
         from trtmesh.cli.app import app
+        from trtmesh.cli.output import say_error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    app(prog_name="trtmesh")
+    try:
+        app(prog_name="trtmesh")
+    except ModuleNotFoundError as error:
+        # An image has the code of its own service alone.
+        if not (error.name or "").startswith("trtmesh."):
+            raise
+        say_error(
+            f"this command needs {error.name}, which is not here: run it where all of trtmesh is installed,"
+            " from its wheel or repository"
+        )
+        raise SystemExit(1) from None
