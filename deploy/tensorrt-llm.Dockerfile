@@ -15,7 +15,7 @@ RUN python3 -m venv --system-site-packages /venv \
 RUN useradd --system --uid 10001 --home-dir /tmp trtmesh
 # By which programs know their version.
 COPY --from=requirements /build/METADATA /app/trtmesh.dist-info/METADATA
-COPY protos/trtmesh /app/trtmesh
+COPY protos/trtmesh/v1 /app/trtmesh/v1
 COPY services/chassis/trtmesh /app/trtmesh
 COPY services/engine/trtmesh /app/trtmesh
 ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 HOME=/tmp

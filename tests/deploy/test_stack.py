@@ -175,8 +175,8 @@ async def test_doctor_finds_no_fault_from_outside_and_inside(stack: ComposeStack
 async def test_router_image_has_neither_torch_nor_transformers(stack: ComposeStack) -> None:
     for service, absent in (
         ("router", ("torch", "transformers", "tokenizers", "trtmesh.engine", "trtmesh.tokenizer")),
-        ("tokenizer", ("torch", "trtmesh.engine", "trtmesh.router")),
-        ("engine", ("trtmesh.router", "trtmesh.tokenizer")),
+        ("tokenizer", ("torch", "trtmesh.engine", "trtmesh.router", "trtmesh.kserve")),
+        ("engine", ("trtmesh.router", "trtmesh.tokenizer", "trtmesh.kserve")),
     ):
         for module in absent:
             done = stack.inside(service, "python", "-c", f"import {module}")
