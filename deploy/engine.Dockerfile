@@ -11,7 +11,7 @@ RUN command -v python3 >/dev/null || { apt-get update -q \
 FROM base AS requirements
 WORKDIR /build
 COPY pyproject.toml deploy/requirements.py ./
-RUN python3 requirements.py engine foreign > requirements.txt && python3 requirements.py --metadata > METADATA
+RUN python3 requirements.py engine foreign otel > requirements.txt && python3 requirements.py --metadata > METADATA
 
 FROM base AS dependencies
 ARG DEVICE

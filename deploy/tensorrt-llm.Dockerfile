@@ -5,7 +5,7 @@ ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
 FROM ${BASE} AS requirements
 WORKDIR /build
 COPY pyproject.toml deploy/requirements.py ./
-RUN python3 requirements.py > requirements.txt && python3 requirements.py --metadata > METADATA
+RUN python3 requirements.py otel > requirements.txt && python3 requirements.py --metadata > METADATA
 
 FROM ${BASE}
 # Beside the library's packages, which it pins: torch, transformers, numpy and safetensors are its own.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from certificates import Authority, KeyPair
 from cli.commands import trtmesh
-from e2e.mesh import DEMO, SIMULATED, eventually, running_mesh
+from e2e.mesh import DEMO, SIMULATED, Mesh, eventually, running_mesh
 from processes import ServiceProcess, service_process
 from router.scripted import ScriptedEngine, serving_engine
 from trtmesh.chassis.process_facts import unix_ms
@@ -393,6 +393,25 @@ async def test_healthy_mesh_has_no_finding() -> None:
         assert (report.status, report.findings) == (0, [])
         plain = await asyncio.to_thread(trtmesh, "doctor", "--admin", mesh.router.admin_address)
         assert (plain.returncode, plain.stdout) == (0, "nothing is wrong\n")
+
+
+async def test_name_of_a_service_that_is_not_started_is_a_note_while_others_serve() -> None:
+    async def start(mesh: Mesh) -> None:
+        await asyncio.gather(mesh.start_tokenizer(), mesh.start_engine(*SIMULATED))
+        named = f"{mesh.engines[0].address},{UNKNOWN_HOST}:9101"
+        await mesh.start_router("--engines", named)
+        await mesh.ready(1, 1)
+
+    async with running_mesh(start=start) as mesh:
+
+        async def is_found() -> bool:
+            report = await asyncio.to_thread(doctor, "--admin", mesh.router.admin_address)
+            return report.status == 0 and [
+                (found["severity"], found["check"], UNKNOWN_HOST in found["what"])
+                for found in report.findings
+            ] == [("note", "names-spare", True)]
+
+        await eventually(is_found)
 
 
 async def test_healthy_mesh_with_tls_keys_and_roles_has_no_finding(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def _applies(requirement: Requirement, extra: str) -> bool:
 
 
 def test_router_image_has_no_heavy_library() -> None:
-    installed = installed_with()
-    assert {"grpcio", "aiohttp", "yarl"} <= installed
+    installed = installed_with("otel")
+    assert {"grpcio", "aiohttp", "yarl", "opentelemetry-sdk"} <= installed
     assert installed & HEAVY == set()
 
 

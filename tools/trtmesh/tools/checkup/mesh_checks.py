@@ -32,10 +32,14 @@ def router_itself(facts: MeshFacts) -> Iterator[Symptom]:
         return
     if facts.seen.draining:
         yield Symptom("router-drains", facts.router, "it drains: it refuses new requests")
-    yield from (
-        Symptom("names", facts.router, problem) for problem in facts.seen.discovery_problems
+    peers_by_kind = (("worker", facts.seen.workers), ("tokenizer", facts.seen.tokenizers))
+    # Services that are not started have no name: compose profiles, pools of no replica.
+    serves = all(
+        any(peer.state == pb.WORKER_STATE_READY for peer in peers) for _, peers in peers_by_kind
     )
-    for kind, peers in (("worker", facts.seen.workers), ("tokenizer", facts.seen.tokenizers)):
+    rule = "names-spare" if serves else "names"
+    yield from (Symptom(rule, facts.router, problem) for problem in facts.seen.discovery_problems)
+    for kind, peers in peers_by_kind:
         if not any(peer.state == pb.WORKER_STATE_READY for peer in peers):
             known = f"none of its {len(peers)} {kind}s is ready" if peers else f"it knows no {kind}"
             yield Symptom(f"no-{kind}", facts.router, known)

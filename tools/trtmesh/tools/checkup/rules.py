@@ -42,6 +42,7 @@ RULES: Mapping[str, Rule] = {
     "release": Rule(NOTE, "finish the upgrade (docs/upgrading.md)"),
     "clock": Rule(WARNING, "synchronise the clocks (chrony): keys, certificates, logs and traces depend on them"),
     "names": Rule(ERROR, "correct router.engines or router.tokenizers, the file, or the name server"),
+    "names-spare": Rule(NOTE, "start it, or correct router.engines or router.tokenizers; others serve meanwhile"),
     "memory-full": Rule(WARNING, "grant more, or lower its KV, host cache and adapters: the kernel kills it otherwise"),
     "contract": Rule(ERROR, "read the router's log: the peer is of another release, or defective"),
     # Both
