@@ -11,13 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import yaml
 from trtmesh.chassis.settings import load_settings
 from trtmesh.chassis.tls.settings import SecuredSettings
 from trtmesh.engine.settings import EngineSettings
 from trtmesh.router.settings import RouterSettings
 from trtmesh.tokenizer.settings import TokenizerSettings
+
+from deploy import helm
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "trtmesh"
@@ -38,11 +39,6 @@ SETTINGS: Mapping[str, type[SecuredSettings]] = {
 Object = dict[str, Any]
 
 
-@cache
-def chart() -> helm_python.Chart:
-    return helm_python.Chart.load(CHART)
-
-
 def render(values: Mapping[str, Any], release: str = RELEASE) -> Sequence[Object]:
     """The objects of a release; those of tests too, without the notes. Nobody changes them."""
     return _rendered(json.dumps(values), release)[0]
@@ -54,7 +50,7 @@ def notes(values: Mapping[str, Any]) -> str:
 
 @cache
 def _rendered(values: str, release: str) -> tuple[Sequence[Object], str]:
-    files = chart().render(json.loads(values), name=release, namespace=NAMESPACE)
+    files = helm.render(CHART, json.loads(values), release, NAMESPACE)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     objects = [
         one

@@ -6,11 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
-import helm_python
 import promql_parser
 import pytest
 import yaml
 from deploy.chart import CHART, DEPLOY, EXAMPLES, NAMESPACE, RELEASE, named, of_kind, render
+
+from deploy import helm
 
 MONITORING = DEPLOY / "monitoring"
 
@@ -33,7 +34,7 @@ def test_the_rules_are_those_of_prometheus() -> None:
 
 
 def test_nothing_else_is_packed() -> None:
-    packed = {Path(file["name"]) for file in helm_python.Chart.load(CHART).files}
+    packed = {Path(name) for name in helm.files(CHART)}
     suffixes = {path.suffix for path in packed if path.parts[0] == "monitoring"}
     assert suffixes == {".json", ".yaml"}
     assert not any("grafana" in path.parts or path.name == "prometheus.yml" for path in packed)
@@ -44,9 +45,7 @@ def test_a_chart_without_them_renders(tmp_path: Path) -> None:
     bare = tmp_path / "trtmesh"
     shutil.copytree(CHART, bare, ignore=shutil.ignore_patterns("monitoring", "*.pyc"))
     shutil.copy(CHART / "templates" / "monitoring.yaml", bare / "templates" / "monitoring.yaml")
-    files = helm_python.Chart.load(bare).render(
-        dict(EXAMPLES["monitoring"]), name=RELEASE, namespace=NAMESPACE
-    )
+    files = helm.render(bare, EXAMPLES["monitoring"], RELEASE, NAMESPACE)
     assert "kind: ServiceMonitor" in files["trtmesh/templates/monitoring.yaml"]
     assert "kind: PrometheusRule" not in files["trtmesh/templates/monitoring.yaml"]
 

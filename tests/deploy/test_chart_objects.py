@@ -9,13 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from deploy.chart import CHART, EXAMPLES, NAMESPACE, Object, chart, named, of_kind, render
+from deploy.chart import CHART, EXAMPLES, NAMESPACE, Object, named, of_kind, render
 from public_data import public_file
+
+from deploy import helm
 
 OLDEST, NEWEST = "1.27", "1.37"
 FROM = {"gpu": "1.33"}
@@ -78,9 +79,7 @@ def check(one: Object, *versions: str) -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_is_clean(example: str) -> None:
     for version in (OLDEST, NEWEST):
-        report = helm_python.lint(
-            CHART, dict(EXAMPLES[example]), strict=True, kube_version=f"v{version}.0"
-        )
+        report = helm.lint(CHART, EXAMPLES[example], f"v{version}.0")
         assert report["errors"] == []
         # An icon is for catalogues.
         told = [each for each in report["messages"] if "icon is recommended" not in each["error"]]
@@ -179,7 +178,7 @@ def test_a_typo_in_any_value_is_refused_by_name() -> None:
         typo: dict[str, Any] = {"typpo": 1}
         for key in reversed(path):
             typo = {key: typo}
-        with pytest.raises(helm_python.HelmValuesError, match="typpo"):
+        with pytest.raises(helm.HelmValuesError, match="typpo"):
             render(typo)
 
 
@@ -230,7 +229,7 @@ POOL = {"name": "cpu"}
 def test_a_wrong_value_is_refused_with_a_reason(
     values: dict[str, Any], named_in_message: str
 ) -> None:
-    with pytest.raises(helm_python.HelmError, match=named_in_message):
+    with pytest.raises(helm.HelmError, match=named_in_message):
         render(values)
 
 
@@ -274,7 +273,7 @@ def test_the_schema_is_current() -> None:
 
 def test_the_version_is_that_of_the_project() -> None:
     pyproject = (CHART.parents[2] / "pyproject.toml").read_text("utf-8")
-    about = chart().metadata
+    about = helm.metadata(CHART)
     assert f'\nversion = "{about["appVersion"]}"\n' in pyproject
 
 
