@@ -31,6 +31,7 @@ LATE = (
     "for longer than handoff.",
     "the lease was not renewed in time",
     "names a lease that is not held here",
+    "is left: it was silent for",
 )
 """What a router logs of a stage that took too long."""
 

@@ -39,7 +39,7 @@ def test_the_help_of_a_group_is_that_of_its_commands(command: LazyCommand) -> No
     [
         ("--help", 7, {"grpc", "google.protobuf", "pydantic", "asyncio"}),
         ("status --admin 127.0.0.1:1", 52, {"trtmesh.router", "trtmesh.tools", "yaml"}),
-        ("keys list --file /nonexistent", 57, {"trtmesh.tools", "trtmesh.engine"}),
+        ("keys list --file /nonexistent", 58, {"trtmesh.tools", "trtmesh.engine"}),
         ("convert /nonexistent", 51, {"trtmesh.router", "trtmesh.engine", "yaml"}),
     ],
 )

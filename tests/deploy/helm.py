@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -54,10 +55,19 @@ def _ask(call: str, *arguments: Any) -> Any:
 
 
 @cache
-def _process(_asking: int) -> subprocess.Popen[str]:
-    """The process of the one that asks, for a fork takes none along. It ends with its standard input."""
+def _process(asking: int) -> subprocess.Popen[str]:
+    """The process of the one that asks, for a fork takes none along."""
     command = [sys.executable, __file__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(_end, asking, process)
+    return process
+
+
+def _end(asking: int, process: subprocess.Popen[str]) -> None:
+    """Ends the process of this one; a fork has the other's too."""
+    if os.getpid() == asking:
+        with process:
+            process.kill()
 
 
 def main() -> None:

@@ -118,8 +118,8 @@ def test_a_stopping_leader_waits_for_its_engine_to_drain(tmp_path: Path) -> None
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert launcher.stdout
     try:
-        assert launcher.stdout
         assert launcher.stdout.readline() == "ready\n"
         (engine,) = psutil.Process(launcher.pid).children()
         # Nobody else's engines.
@@ -134,8 +134,7 @@ def test_a_stopping_leader_waits_for_its_engine_to_drain(tmp_path: Path) -> None
         for process in (launcher, other):
             process.kill()
             process.wait()
-        if launcher.stdout:
-            launcher.stdout.close()
+        launcher.stdout.close()
 
 
 def test_the_leader_alone_is_found_by_routers() -> None:

@@ -441,7 +441,8 @@ async def test_collector_that_never_answers_delays_nothing(
     protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither tokens, nor the end of a process: both come although no export ever ends."""
-    silent = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    kept = list[asyncio.StreamWriter]()
+    silent = await asyncio.start_server(lambda _, writer: kept.append(writer), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     small = {"OTEL_BSP_MAX_QUEUE_SIZE": "12", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "4"}
     for name, value in {**endpoint(protocol, port), **small}.items():
@@ -456,3 +457,5 @@ async def test_collector_that_never_answers_delays_nothing(
         for process in (mesh.router, *mesh.engines, *mesh.tokenizers):
             assert await process.stop() == 0, process.stderr
             assert "Traceback" not in process.stderr
+        for writer in kept:
+            writer.close()

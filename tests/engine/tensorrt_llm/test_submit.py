@@ -129,6 +129,12 @@ async def sender_lease_id(stream: RouterStream) -> None:
     assert last_call()["disaggregated_params"].request_type == "context_only"
 
 
+async def traceparent(stream: RouterStream) -> None:
+    """Names the caller's trace towards the service, which exports the spans."""
+    await sent(stream, traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
+    assert "a" * 32 not in str(last_call())
+
+
 async def receiver_lease_id(stream: RouterStream) -> None:
     error = await refused(stream, receiver_lease_id=LEASE)
     assert error.reason == "UNSUPPORTED_FIELD"
@@ -159,7 +165,7 @@ CHECKS: dict[str, Callable[[RouterStream], Awaitable[None]]] = {
         *(handle, request_id, batch_index, sequence_index, draw_index, token_ids, emitted_tokens),
         end_ids,
         *(config, timeout_ms, stop_vocabulary),
-        *(sender_lease_id, receiver_lease_id, lease_expires_in_ms, handoff),
+        *(sender_lease_id, receiver_lease_id, lease_expires_in_ms, handoff, traceparent),
     )
 }
 

@@ -7,7 +7,6 @@ def main() -> None:
     try:
         # During imports, too, Ctrl-C ends the command quietly.
         from trtmesh.cli.app import app
-        from trtmesh.cli.output import say_error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     try:
@@ -16,6 +15,8 @@ def main() -> None:
         # An image has the code of its own service alone.
         if not (error.name or "").startswith("trtmesh."):
             raise
+        from trtmesh.cli.output import say_error
+
         say_error(
             f"this command needs {error.name}, which is not here: run it where all of trtmesh is installed,"
             " from its wheel or repository"
