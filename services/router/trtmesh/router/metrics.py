@@ -156,7 +156,10 @@ class RouterMetrics(Collector):
         """What is counted of a model; '' stands for requests whose model is not served."""
         known = self.models.get(model)
         if known is None:
-            known = self.models.setdefault(self.model_names[model], ModelMetrics())
+            name = self.model_names[model]
+            known = self.models.get(name)
+            if known is None:
+                known = self.models[name] = ModelMetrics()
         return known
 
     def note_placement(
