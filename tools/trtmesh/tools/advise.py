@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from trtmesh.tools.fleet_replay.trace import Arrival
 
 ROUTER_US, ROUTER_ITEM_US = 13.0, 420.0
-"""CPU of a router for each generated token, and for each item: `make bench B=data_path`, 64 streams."""
+"""CPU of a router for each generated token, by `make bench B=data_path` with 64 streams; for each item, estimated."""
 TOKENIZER_US, ENCODE_US = 2.4, 2.4
-"""CPU of a tokenizer for each generated token, and for each prompt token."""
+"""CPU of a tokenizer for each generated token, likewise; for each prompt token, estimated."""
 BUSY = 0.6
 """Share of a core that a router or tokenizer may take on average."""
 
