@@ -401,7 +401,9 @@ class Mesh:
     async def has_stage(self, stage: str) -> bool:
         return stage in await self.stages()
 
-    async def ready(self, workers: int, tokenizers: int = 0) -> None:
+    async def ready(
+        self, workers: int, tokenizers: int = 0, seconds: float = PATIENCE_SECONDS
+    ) -> None:
         """Waits until this many workers and tokenizers are ready."""
 
         async def all_ready() -> bool:
@@ -410,9 +412,9 @@ class Mesh:
             able = [t for t in status.tokenizers if t.state == admin_pb.WORKER_STATE_READY]
             return len(ready) >= workers and len(able) >= tokenizers
 
-        await eventually(all_ready)
+        await eventually(all_ready, seconds)
 
-    async def only_ready(self, *names: str) -> None:
+    async def only_ready(self, *names: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Waits until exactly these workers are ready."""
 
         async def only_these() -> bool:
@@ -420,7 +422,7 @@ class Mesh:
             ready = {w.worker for w in workers if w.state == admin_pb.WORKER_STATE_READY}
             return ready == set(names)
 
-        await eventually(only_these)
+        await eventually(only_these, seconds)
 
     async def counted(self, name: str, least: float) -> None:
         """Waits until a counter of the router, summed over labels, reaches `least`."""

@@ -31,6 +31,8 @@ ENGINES = ("engine-0", "engine-1")
 MESH_TOKENS = 100
 ROUNDING = 1.1
 """How much larger an error of rounding may be than one of equally many roundings in another order."""
+START_SECONDS = 240.0
+"""A start compiles kernels and captures graphs, beside as many tests as the machine has cores."""
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -141,7 +143,7 @@ async def test_killed_process_leaves_its_items_and_its_memory_to_others(
         for name in ENGINES:
             await mesh.start_engine(*flags, "--worker", name)
         await mesh.start_router("--placement-policy", "round_robin", *PATIENT)
-        await mesh.ready(workers=2, tokenizers=1)
+        await mesh.ready(workers=2, tokenizers=1, seconds=START_SECONDS)
 
     async with running_mesh(start=two_engines) as mesh:
         reader = mesh.open(prompts, max_tokens=ENDLESS, ignore_end_id=True)
@@ -155,7 +157,7 @@ async def test_killed_process_leaves_its_items_and_its_memory_to_others(
         await killed.wait()
         port = int(killed.address.rpartition(":")[2])
         await mesh.start_engine(*flags, "--worker", "engine-again", port=port)
-        await mesh.only_ready("engine-again", ENGINES[1])
+        await mesh.only_ready("engine-again", ENGINES[1], seconds=START_SECONDS)
         items = await mesh.client.complete(prompts, max_tokens=MESH_TOKENS, ignore_end_id=True)
         assert [list(item.token_ids) for item in items] == expected
         workers_of = {item.started.worker for item in items if item.started}
