@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,22 @@ def test_listeners_tell_who_may_call() -> None:
     assert told.release
     assert told.max_open_files > 0
     assert told.max_connections == ExampleSettings().connections.max_open
+
+
+def test_service_may_open_as_many_files_as_its_hard_limit_says() -> None:
+    """Shells, systemd and containers start programs with a soft limit of 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    flags = ("--port", "0", "--admin-port", "0", "--engines", "127.0.0.1:1")
+    command = [sys.executable, "-m", "trtmesh.router", *flags]
+    limited = ["sh", "-c", 'ulimit -Sn 512 && exec "$@"', "sh", *command]
+    with subprocess.Popen(limited, stdout=subprocess.PIPE) as router:
+        assert router.stdout
+        try:
+            assert json.loads(router.stdout.readline())["service"] == "router"
+            assert resource.prlimit(router.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+        finally:
+            router.kill()
+    assert facts.max_open_files() == hard
 
 
 @pytest.mark.parametrize(("certificates", "is_open"), [("required", False), ("optional", True)])

@@ -53,9 +53,16 @@ def process_facts(
 
 
 def max_open_files() -> int:
-    """Most files that this process may open, and with them connections."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**32 if most == resource.RLIM_INFINITY else most
+    """Most files that a service may open here, and with them connections."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**32 if hard == resource.RLIM_INFINITY else hard
+
+
+def allow_max_open_files() -> None:
+    """Raises the soft limit to the hard one. Shells, systemd and containers start programs with a soft limit of 1,024,
+    for the sake of select(2), which nothing here calls."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def granted_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:

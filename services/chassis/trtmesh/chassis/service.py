@@ -29,7 +29,7 @@ from trtmesh.chassis.grpc.server.server import Guard
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import set_up_logs
 from trtmesh.chassis.metrics_endpoint import metrics_endpoint
-from trtmesh.chassis.process_facts import process_facts
+from trtmesh.chassis.process_facts import allow_max_open_files, process_facts
 from trtmesh.chassis.process_metrics import ProcessMetrics
 from trtmesh.chassis.settings import load_settings
 from trtmesh.chassis.tasks import until_first_ends
@@ -117,6 +117,7 @@ def run(settings_class: type[S], build: Build[S], argv: Sequence[str]) -> int:
         settings = load_settings(settings_class, argv)
         spelling = settings.spelling
         set_up_logs(settings.section, settings.log_level, settings.log_format)
+        allow_max_open_files()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Process(settings, build).live())
     except StartupError as error:

@@ -46,7 +46,7 @@ RULES: Mapping[str, Rule] = {
     "memory-full": Rule(WARNING, "grant more, or lower its KV, host cache and adapters: the kernel kills it otherwise"),
     "contract": Rule(ERROR, "read the router's log: the peer is of another release, or defective"),
     # Both
-    "files": Rule(WARNING, "raise its limit of open files (ulimit -n, LimitNOFILE), or lower connections.max_open"),
+    "files": Rule(WARNING, "raise its hard limit of files (ulimit -Hn, LimitNOFILE), or lower connections.max_open"),
     "open-admin": Rule(ERROR, "set router.admin.token_file or TRTMESH_ADMIN_TOKEN, or router.admin.host 127.0.0.1"),
     "open-port": Rule(WARNING, "set router.api_keys.file (docs/keys.md), or tls.client_ca"),
     "open-inside": Rule(NOTE, "keep it in a private network, or set tls.client_ca (docs/security.md)"),
