@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -259,6 +260,12 @@ def write(file: Path, text: str, mode: int = 0o600) -> str:
     return str(file)
 
 
+def pipe(file: Path) -> str:
+    """Nobody writes to it: whoever reads it waits."""
+    os.mkfifo(file)
+    return str(file)
+
+
 def issued(folder: Path, name: str = "own", **options: Any) -> tuple[Authority, KeyPair]:
     authority = Authority(folder, name)
     pair = authority.issue(f"{name}-mesh", **({"valid": YEAR} | options))
@@ -292,6 +299,11 @@ def readable_key(folder: Path) -> Sequence[str]:
 
 IN_A_CONFIGURATION: Sequence[tuple[Fault, Service]] = (
     (Fault("settings", "error", "engine", "--rol", "docs/settings.md"), lambda _: [engine("--rol", "decode")]),
+    (Fault("settings", "error", "router --help", "starts nothing", "docs/settings.md"), lambda _: ["router --help"]),
+    (Fault("settings", "error", "engine", "tls.ca", "docs/settings.md"),
+     lambda at: [engine("--tls-ca", pipe(at / "ca"))]),
+    (Fault("settings", "error", "router", "admin.token_file", "docs/settings.md"),
+     lambda at: [router("--admin-token-file", pipe(at / "token"))]),
     (Fault("file", "error", "model_dir", "cannot be read", "name a file"),
      lambda at: [f"tokenizer --model-dir {at}/none"]),
     (Fault("key-mismatch", "error", "engine", "not the key of", "tls.key"), mismatched),
@@ -476,3 +488,17 @@ def test_wrong_usage_is_status_2() -> None:
     assert trtmesh("doctor", "--service", "oven --hot").returncode == 2
     assert trtmesh("doctor", "--service", "router 'open").returncode == 2
     assert trtmesh("doctor", "--admin", "nowhere").returncode == 2
+
+
+def test_pipe_is_no_configuration(tmp_path: Path) -> None:
+    result = trtmesh("doctor", "--config", pipe(tmp_path / "mesh.yaml"))
+    assert result.returncode == 2
+    assert "no regular file" in result.stderr
+
+
+def test_option_of_a_running_mesh_is_refused_for_a_configuration() -> None:
+    environment = {"TRTMESH_ADMIN": "127.0.0.1:8003"}
+    assert trtmesh("doctor", "--service", engine(), env=environment).returncode == 0
+    result = trtmesh("doctor", "--service", engine(), "--admin", "127.0.0.1:8003")
+    assert result.returncode == 2
+    assert "--admin" in result.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.admin_command import AdminOptions
 from trtmesh.cli.option_groups import grouped
 from trtmesh.cli.output import put, put_json
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
 
 NAME_SECONDS = 3.0
 """Longest wait for a name server."""
+OF_CONFIGURATIONS = {"--config", "--service", "--json"}
+"""Options of a check before services start; all others are for a router that runs."""
 
 
 @grouped
 def doctor(
+    context: typer.Context,
     connection: AdminOptions,
     config: Annotated[
         Path | None,
@@ -41,9 +45,20 @@ def doctor(
     Exit status: 0 nothing but notes, 5 warnings, 6 errors, 2 wrong usage, 130 Ctrl-C.
     """
     if config or service:
-        run(_check_config(config, service or (), as_json=connection.as_json))
+        others = [each for each in given_options(context) if each not in OF_CONFIGURATIONS]
+        run(_check_config(config, service or (), others, as_json=connection.as_json))
     else:
         run(_check_mesh(connection))
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """The options of the command line."""
+    return [
+        each.opts[0]
+        for each in context.command.params
+        if (source := context.get_parameter_source(each.name or ""))
+        and source.name == "COMMANDLINE"
+    ]
 
 
 async def _check_mesh(connection: AdminOptions) -> int:
@@ -57,7 +72,12 @@ async def _check_mesh(connection: AdminOptions) -> int:
     return _tell(found, as_json=connection.as_json)
 
 
-async def _check_config(file: Path | None, services: Sequence[str], *, as_json: bool) -> int:
+async def _check_config(
+    file: Path | None, services: Sequence[str], others: Sequence[str], *, as_json: bool
+) -> int:
+    if others:
+        problem = "is for a router that runs; --config and --service check services that do not"
+        raise SettingsError(problem, setting=others[0])
     from trtmesh.tools.checkup.config_checks import CONFIG_CHECKS
     from trtmesh.tools.checkup.config_facts import collect_config
 

@@ -8,8 +8,9 @@ import ssl
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
+from io import StringIO
 from itertools import permutations
 from pathlib import Path
 
@@ -78,6 +79,9 @@ async def collect_config(
 ) -> ConfigFacts:
     """Reads the services of a configuration file, and those of command lines such as `router --port 1`, which the file
     completes. Raises SettingsError for a file or a command that names no service."""
+    # Each service reads it again.
+    if file and _is_odd(file):
+        raise SettingsError(f"is {file}, which is no regular file", setting="--config")
     sections = read_config_file(file) if file else {}
     lines = [*commands] or [_line(name, sections, environ) for name in KINDS if name in sections]
     if not lines:
@@ -121,11 +125,16 @@ async def _service(
 ) -> ServiceFacts:
     token, keys, broken = None, list[ListedKey](), dict[str, str]()
     try:
-        settings = load_settings(kind, argv, environ)
+        with redirect_stdout(StringIO()):
+            settings = load_settings(kind, argv, environ)
+        if odd := [f"{w} {path}" for w, path in _files(settings) if _is_odd(path)]:
+            return ServiceFacts(name, None, f"no regular file: {', '.join(odd)}")
         if isinstance(settings, RouterSettings):
             token = AdminToken.read(settings.admin.token_file, environ)
     except SettingsError as error:
         return ServiceFacts(name, None, str(error))
+    except SystemExit:
+        return ServiceFacts(name, None, "--help prints its flags, and starts nothing")
     if isinstance(settings, RouterSettings) and (file := settings.api_keys.file):
         try:
             keys = [*read_keys(file.read_text(encoding="utf-8"))]
@@ -144,6 +153,20 @@ async def _service(
         token_length=len(token) if token else None,
         keys=keys,
     )
+
+
+def _is_odd(path: Path) -> bool:
+    """Whether reading a file might never end: a pipe, a device."""
+    return path.exists() and not path.is_file()
+
+
+def _files(settings: SecuredSettings) -> Iterator[tuple[str, Path]]:
+    """The files that are read here."""
+    tls = settings.tls
+    yield from ((f"tls.{name}", path) for name, path in tls if isinstance(path, Path))
+    if isinstance(settings, RouterSettings):
+        own = ("admin.token_file", settings.admin.token_file), ("api_keys.file", settings.api_keys.file)  # fmt: skip
+        yield from ((name, path) for name, path in own if path)
 
 
 def _needed(settings: SecuredSettings) -> Iterator[tuple[str, Path]]:
