@@ -33,12 +33,29 @@ def burn(times: float, long: str, short: str) -> str:
     return f"{error_ratio(long)} > {bound} and {error_ratio(short)} > {bound}"
 
 
-MIGRATIONS, LEASES, BURNING = "Failing migrations", "Leases that expire", "Burning error budget"
+def seen(matcher: str = "") -> str:
+    """The processes of the last day. Scrape jobs may have any names, so that `up` alone does not tell the mesh's."""
+    return f"last_over_time(trtmesh_build_info{f'{{{matcher}}}' if matcher else ''}[1d])"
+
+
+MISSING, MIGRATIONS, LEASES = "Missing processes", "Failing migrations", "Leases that expire"
+BURNING = "Burning error budget"
 
 # fmt: off
 ALERTS = (
     Alert("TrtmeshNoReadyWorker", "page", "1m", "trtmesh_router_ready_workers < 1",
           "Router {{ $labels.instance }} has no ready worker", "No ready worker"),
+    Alert("TrtmeshServiceMissing", "page", "2m",
+          "count by (job, service) (" + seen('service!="engine"') + ")"
+          " unless count by (job, service) (trtmesh_build_info)"
+          ' or on (service) absent(trtmesh_build_info{service="router"})',
+          "No {{ $labels.service }} answers scrapes", MISSING),
+    Alert("TrtmeshEnginesMissing", "ticket", "15m",
+          "count by (job) (" + seen('service="engine"') + ")"
+          ' unless count by (job) (trtmesh_build_info{service="engine"})',
+          "No engine of job {{ $labels.job }} answers scrapes", MISSING),
+    Alert("TrtmeshProcessSilent", "ticket", "5m", f"up == 0 and on (job, instance) {seen()}",
+          "{{ $labels.instance }} of job {{ $labels.job }} answers no scrapes", MISSING),
     Alert("TrtmeshStreamsStall", "page", "5m",
           f"{quantile(0.99, 'trtmesh_router_stall_seconds', 'job', 'model', window='5m')} > 2",
           "One in a hundred streams of {{ $labels.model }} stalls for {{ $value | humanizeDuration }}",

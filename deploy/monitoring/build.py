@@ -1,13 +1,12 @@
 """Writes dashboards/*.json and alerts.yaml from panels.py and alerts.py, and checks them against the services' metrics.
 
-python deploy/monitoring/build.py [--check]
+python deploy/monitoring/build.py
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -240,8 +239,8 @@ def rule(alert: Alert, known: Known) -> dict[str, Any]:
 
 
 def labels_by_name() -> Known:
-    """What the tables of the services say."""
-    known: dict[str, frozenset[str]] = {}
+    """What the tables of the services say, and what Prometheus says of each scrape."""
+    known: dict[str, frozenset[str]] = {"up": frozenset()}
     for metric in chain.from_iterable(SERVED.values()):
         labels = frozenset(label.name for label in metric.labels)
         if metric.kind == "histogram":
@@ -265,21 +264,11 @@ def files() -> Mapping[Path, str]:
     return made
 
 
-def main(arguments: Sequence[str]) -> int:
-    made = files()
-    if arguments == ["--check"]:
-        stale = [
-            path.name
-            for path, text in made.items()
-            if not path.exists() or path.read_text("utf-8") != text
-        ]
-        print(f"stale: {', '.join(stale)}; run {HERE.name}/build.py" if stale else "fresh")
-        return bool(stale)
-    for path, text in made.items():
+def main() -> None:
+    for path, text in files().items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, "utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -219,7 +219,9 @@ def load(monitored: MonitoredMesh) -> Sequence[Callable[[int], Awaitable[object]
         ),
         lambda n: one.complete([[*LONG[: 1500 + n % 50]]], max_tokens=40),
         lambda n: two.complete([[*LONG[: 1500 + n % 50]]], max_tokens=300),
-        lambda n: one.complete(["import "], max_tokens=30, adapter=ADAPTERS[n % len(ADAPTERS)]),
+        lambda n: one.complete(
+            ["import "], max_tokens=30, adapter=ADAPTERS[n // 4 % len(ADAPTERS)]
+        ),
         lambda _: one.complete(["import "], max_tokens=5, adapter="unknown"),
         # The tokenizer takes no templates of strangers.
         lambda _: one.complete([chat_item(HELLO, template="{{ 1 }}")], max_tokens=5),

@@ -20,14 +20,18 @@ INTERVAL = "10s"
 
 
 def compared(expression: Any) -> Iterator[str]:
-    """What an alert's expression compares with a bound."""
-    if isinstance(expression, promql_parser.BinaryExpr) and str(expression.op) == "and":
-        yield from compared(expression.lhs)
-        yield from compared(expression.rhs)
+    """What an alert's expression compares with a bound, or looks for."""
+    if isinstance(expression, promql_parser.BinaryExpr):
+        if str(expression.op) in ("and", "or", "unless"):
+            yield from compared(expression.lhs)
+            yield from compared(expression.rhs)
+        else:
+            assert str(expression.op) in ("<", ">", "=="), expression
+            yield str(expression.lhs)
+    elif isinstance(expression, promql_parser.Call) and expression.func.name == "absent":
+        yield from map(str, expression.args)
     else:
-        assert isinstance(expression, promql_parser.BinaryExpr)
-        assert str(expression.op) in ("<", ">"), expression
-        yield str(expression.lhs)
+        yield str(expression)
 
 
 async def has_data(prometheus: Prometheus, expression: str, seconds: float) -> bool:

@@ -49,7 +49,7 @@ def test_files_are_as_their_tables_say(builder: dict[str, Any]) -> None:
         ('trtmesh_router_requests_total{result="x"}', "", "labels ['result']"),
         ("sum by (tenant) (trtmesh_router_ready_workers)", "", "labels ['tenant']"),
         ("trtmesh_router_ready_workers", "{{model}}", "labels ['model']"),
-        ("up", "", "metric up"),
+        ("scrape_duration_seconds", "", "metric scrape_duration_seconds"),
     ],
 )
 def test_unknown_names_fail_the_build(
