@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -231,6 +233,71 @@ def test_a_wrong_value_is_refused_with_a_reason(
 ) -> None:
     with pytest.raises(helm.HelmError, match=named_in_message):
         render(values)
+
+
+TEXT = "a-text"
+HOSTILE = ("a\" b: {c}, d]} # 'e\n- f: &g", "true")
+"""Texts that YAML reads as something else unless they are quoted."""
+
+
+def texts(values: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The places of texts."""
+    pairs = enumerate(values) if isinstance(values, list) else values.items()
+    for key, value in pairs:
+        # Templates of the operator's; texts within a text.
+        if key in ("extraObjects", "settings"):
+            continue
+        if isinstance(value, dict | list):
+            yield from texts(value, (*path, key))
+        elif isinstance(value, str):
+            yield (*path, key)
+
+
+def places() -> Mapping[str, Sequence[tuple[str | int, ...]]]:
+    """The places of texts by the first example that has them."""
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+    first: dict[tuple[str, ...], tuple[str, tuple[str | int, ...]]] = {}
+    for example, values in {**EXAMPLES, "defaults": defaults}.items():
+        for path in texts(values):
+            first.setdefault(tuple(key for key in path if isinstance(key, str)), (example, path))
+    found: dict[str, list[tuple[str | int, ...]]] = {}
+    for example, path in first.values():
+        found.setdefault(example, []).append(path)
+    return found
+
+
+def with_text(values: Any, path: Sequence[str | int], text: str) -> Any:
+    changed = json.loads(json.dumps(values))
+    at = changed
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = text
+    return changed
+
+
+def without_sums(objects: Sequence[Object]) -> str:
+    """The objects without what depends on the contents of others."""
+    return re.sub(r'"checksum/config": "[0-9a-f]{64}"', "", json.dumps(objects))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", places())
+def test_a_text_stays_a_text_or_is_refused(example: str) -> None:
+    """Whatever it holds: nothing else of any object differs."""
+    values = EXAMPLES[example] or yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+    taken = 0
+    for path in places()[example]:
+        try:
+            plain = without_sums(render(with_text(values, path, TEXT)))
+        except helm.HelmError:
+            continue
+        for text in HOSTILE:
+            with suppress(helm.HelmError):
+                objects = render(with_text(values, path, text))
+                taken += 1
+                inner = json.dumps(text)[1:-1]
+                assert without_sums(objects) == plain.replace(TEXT, inner), path
+    assert taken
 
 
 def test_no_object_of_the_schema_is_open() -> None:

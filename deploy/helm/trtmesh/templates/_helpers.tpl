@@ -8,8 +8,8 @@
 
 {{/* What a selector of all pods of the release has. */}}
 {{- define "trtmesh.selector" -}}
-app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* Labels of a pod; another version of the chart alone starts no pod anew. */}}
@@ -107,7 +107,7 @@ automountServiceAccountToken: false
 # Their variables look like settings: the Service x-router makes X_ROUTER_PORT.
 enableServiceLinks: false
 {{- with .root.Values.serviceAccountName }}
-serviceAccountName: {{ . }}
+serviceAccountName: {{ quote . }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{ toJson . }}
@@ -126,10 +126,10 @@ securityContext:
 
 {{- define "trtmesh.scheduling" -}}
 {{- with .of.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ quote . }}
 {{- end }}
 {{- with .of.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ quote . }}
 {{- end }}
 {{- with .of.nodeSelector }}
 nodeSelector: {{ toJson . }}
@@ -227,7 +227,7 @@ env:
   emptyDir: {}
 {{- with include "trtmesh.tls.secret" .root }}
 - name: tls
-  secret: {secretName: {{ . }}, defaultMode: 0440}
+  secret: {secretName: {{ quote . }}, defaultMode: 0440}
 {{- end }}
 {{- if .model }}
 - name: model
@@ -246,13 +246,13 @@ name: model
 mountPath: /model
 readOnly: true
 {{- with .subPath }}
-subPath: {{ . }}
+subPath: {{ quote . }}
 {{- end }}
 {{- end }}
 
 {{- define "trtmesh.model.volume" -}}
 {{- if .volume.existingClaim -}}
-persistentVolumeClaim: {claimName: {{ .volume.existingClaim }}, readOnly: true}
+persistentVolumeClaim: {claimName: {{ quote .volume.existingClaim }}, readOnly: true}
 {{- else if .volume.claim -}}
 persistentVolumeClaim: {claimName: {{ include "trtmesh.fullname" .root }}-model, readOnly: true}
 {{- else if .volume.image -}}
@@ -267,9 +267,9 @@ emptyDir: {}
 {{- with .volume.copy }}
 initContainers:
   - name: model
-    image: {{ .reference }}
+    image: {{ quote .reference }}
     imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
-    command: [cp, -R, "{{ .path | default "/model" }}/.", /target]
+    command: [cp, -R, {{ printf "%s/." (.path | default "/model") | quote }}, /target]
     {{- include "trtmesh.containerSecurity" $.root | nindent 4 }}
     resources:
       requests: {cpu: 100m, memory: 64Mi}

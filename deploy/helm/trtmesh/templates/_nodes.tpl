@@ -9,7 +9,7 @@ worker, and has the labels of the Service; a group whose pod restarts is made an
 {{- $ranks := mul (get $parallel "tensor" | default 1) (get $parallel "pipeline" | default 1) -}}
 {{- if ne ($pool.backend | default "torch") "tensorrt_llm" }}{{ fail (printf "pools: %s has nodes, which the backend tensorrt_llm alone can use" $pool.name) }}{{ end -}}
 {{- if ne (int $ranks) (mul $gpus $pool.nodes.size | int) }}{{ fail (printf "pools: %s has %d gpus on each of %d nodes, but tensor x pipeline of settings.tensorrt_llm.parallel is %d" $pool.name $gpus (int $pool.nodes.size) (int $ranks)) }}{{ end -}}
-{{- $rankLabels := printf "%s\napp.kubernetes.io/component: engine-ranks\ntrtmesh/pool: %s" (include "trtmesh.podLabels" .root) $pool.name -}}
+{{- $rankLabels := printf "%s\napp.kubernetes.io/component: engine-ranks\ntrtmesh/pool: %q" (include "trtmesh.podLabels" .root) $pool.name -}}
 apiVersion: leaderworkerset.x-k8s.io/v1
 kind: LeaderWorkerSet
 metadata:
@@ -40,7 +40,7 @@ spec:
         {{- include "trtmesh.nodes.pod" . | nindent 8 }}
         containers:
           - name: engine
-            image: {{ include "trtmesh.engine.image" (dict "root" .root "pool" $pool) }}
+            image: {{ include "trtmesh.engine.image" (dict "root" .root "pool" $pool) | quote }}
             imagePullPolicy: {{ .root.Values.image.pullPolicy }}
             command: [bash, -c]
             args:
@@ -86,7 +86,7 @@ spec:
         {{- include "trtmesh.nodes.pod" . | nindent 8 }}
         containers:
           - name: ranks
-            image: {{ include "trtmesh.engine.image" (dict "root" .root "pool" $pool) }}
+            image: {{ include "trtmesh.engine.image" (dict "root" .root "pool" $pool) | quote }}
             imagePullPolicy: {{ .root.Values.image.pullPolicy }}
             command: [bash, -c]
             args:
@@ -104,7 +104,7 @@ spec:
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .root.Values.serviceAccountName }}
-serviceAccountName: {{ . }}
+serviceAccountName: {{ quote . }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{ toJson . }}
@@ -115,7 +115,7 @@ terminationGracePeriodSeconds: {{ add .grace 15 }}
 volumes:
   {{- include "trtmesh.volumes" (dict "root" .root "config" .name "model" .volume) | nindent 2 }}
   - name: ssh
-    secret: {secretName: {{ .pool.nodes.sshSecret }}}
+    secret: {secretName: {{ quote .pool.nodes.sshSecret }}}
   - name: shared-memory
     emptyDir: {medium: Memory, sizeLimit: {{ .pool.sharedMemory | default "16Gi" }}}
   - name: triton
