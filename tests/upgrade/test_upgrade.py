@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import count, cycle
@@ -18,6 +18,9 @@ from typing import Any
 import aiohttp
 import pytest
 from e2e.mesh import DEMO, SIMULATED, eventually
+from otlp_receiver import Received, by_grpc
+from router.adapters.contents_of import content
+from trtmesh.chassis.tracing.spans import TraceContext, new_span_id, new_trace_id
 from trtmesh.client import AdminClient, Client
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 from upgrade.trees import ROOT, Tree, TreeProcess
@@ -29,11 +32,20 @@ ORDERS = (
     ("router", "tokenizer", "engine"),
     ("tokenizer", "engine", "router"),
 )
+ENGINE = (*SIMULATED, "--simulated-adapters-slots", "2", "--simulated-adapters-host-adapters", "2")
 MESH = (
-    *(("engine", *SIMULATED, "--role", role) for role in ("mixed", "mixed", "prefill", "decode")),
+    *(("engine", *ENGINE, "--role", role) for role in ("mixed", "mixed", "prefill", "decode")),
     *(("tokenizer", "--model-dir", str(DEMO)) for _ in range(2)),
 )
-DOORS = ("native", "triton", "openai")
+NATIVE: Mapping[str, Mapping[str, Any]] = {
+    "native": {},
+    "traced": {},
+    "adapter": {"adapter": "a"},
+    "drawn": {"num_return_sequences": 2, "temperature": 0.8, "seed": 7, "adapter": "a"},
+}
+"""Options of the streams of the native API."""
+DOORS = (*NATIVE, "triton", "openai")
+SERVICES = {"trtmesh-router", "trtmesh-tokenizer", "trtmesh-engine"}
 
 
 class RollingMesh:
@@ -47,11 +59,15 @@ class RollingMesh:
         self.expected: dict[str, str] = {}
         self.streams = Counter[str]()
         self.failures: list[str] = []
+        self._adapters: set[str] = set()
 
     async def start(self, tree: Tree) -> None:
         self.processes += await asyncio.gather(*(tree.start(*each) for each in MESH))
         self._list()
         await asyncio.gather(*(self._start_router(tree) for _ in range(2)))
+        async with AdminClient(self.routers[0].announced["admin_address"]) as admin:
+            await admin.upload_adapter(admin_pb.AddAdapterRequest(name="a"), content())
+        self._adapters.add("a")
         await self._all_known()
 
     async def close(self) -> None:
@@ -82,6 +98,7 @@ class RollingMesh:
     async def _start_router(self, tree: Tree) -> None:
         peers = ["--engines", f"file:{self._file('engine')}"]
         peers += ["--tokenizers", f"file:{self._file('tokenizer')}"]
+        peers += ["--adapters-directory", str(self._folder / "registry")]
         ports = ("--http-port", "0", "--admin-port", "0", "--min-drain-seconds", "2")
         router = await tree.start("router", *peers, *ports)
         self.processes.append(router)
@@ -101,7 +118,7 @@ class RollingMesh:
             await self._knows_all(router)
 
     async def _knows_all(self, router: TreeProcess) -> None:
-        """Waits until a router has every engine and tokenizer ready."""
+        """Waits until a router has every engine, tokenizer and adapter."""
         wanted = {each.address for each in self.processes if each.service != "router"}
         async with AdminClient(router.announced["admin_address"]) as admin:
 
@@ -109,7 +126,9 @@ class RollingMesh:
                 seen = await admin.list_workers()
                 peers = {worker.address: worker.state for worker in seen.workers}
                 peers |= {each.address: each.state for each in seen.tokenizers}
-                return all(peers.get(a) == admin_pb.WORKER_STATE_READY for a in wanted)
+                adapters = {each.name for each in (await admin.list_adapters()).adapters}
+                are_ready = all(peers.get(a) == admin_pb.WORKER_STATE_READY for a in wanted)
+                return are_ready and adapters >= self._adapters
 
             await eventually(all_ready)
 
@@ -126,12 +145,16 @@ class RollingMesh:
     async def stream(self, door: str, prompt: str) -> str:
         """The text of a stream. Raises an exception for one that is incomplete."""
         router = self.routers[sum(self.streams.values()) % len(self.routers)]
-        if door == "native":
+        if (options := NATIVE.get(door)) is not None:
+            caller = TraceContext(new_trace_id(), new_span_id(), sampled=door == "traced")
+            metadata = [("traceparent", str(caller))]
             async with Client(router.address) as client:
-                (item,) = await client.complete([prompt], max_tokens=TOKENS, ignore_end_id=True)
+                (item,) = await client.complete(
+                    [prompt], max_tokens=TOKENS, ignore_end_id=True, metadata=metadata, **options
+                )
             assert item.error is None, item.error
-            assert len(item.sequences[0].token_ids) == TOKENS
-            return item.text
+            assert {len(each.token_ids) for each in item.sequences} == {TOKENS}
+            return " | ".join(each.text for each in item.sequences)
         base = f"http://{router.announced['http_address']}"
         if door == "triton":
             body = {"text_input": prompt, "max_tokens": TOKENS, "stream": True}
@@ -186,8 +209,21 @@ async def _events(url: str, body: Mapping[str, object]) -> AsyncIterator[dict[st
 @pytest.mark.upgrade
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: f"{order[0]}s first")
 async def test_rolling_upgrade_and_downgrade_lose_no_stream(
-    order: Sequence[str], tmp_path: Path
+    order: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async with by_grpc(Received()) as collector:
+        for name, value in collector.variables.items():
+            monkeypatch.setenv(name, value)
+        # Unless their callers trace them.
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+        await _upgrade(order, tmp_path)
+        traces: dict[bytes, set[str]] = defaultdict(set)
+        for span in collector.received.spans:
+            traces[span.trace_id].add(collector.received.service_of(span))
+        assert any(services >= SERVICES for services in traces.values())
+
+
+async def _upgrade(order: Sequence[str], tmp_path: Path) -> None:
     before = Tree.of_revision(os.environ["BEFORE"], tmp_path / "before")
     now = Tree("this tree", ROOT)
     for tree in (before, now):
