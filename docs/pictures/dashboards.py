@@ -21,20 +21,30 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, Formatter, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    Formatter,
+    FuncFormatter,
+    PercentFormatter,
+    ScalarFormatter,
+)
 from PIL import Image
 
 HERE = Path(__file__).parent
 DASHBOARDS = HERE.parents[1] / "deploy" / "monitoring" / "dashboards"
-UNITS: Mapping[str, Callable[[], Formatter]] = {
-    "s": partial(EngFormatter, "s"),
-    "percentunit": partial(PercentFormatter, 1),
-    "bytes": partial(EngFormatter, "B"),
-    "Bps": partial(EngFormatter, "B/s"),
-    "cps": partial(EngFormatter, "/s"),
-    "short": ScalarFormatter,
+DAY = 86400
+UNITS: Mapping[str, tuple[str, Callable[[], Formatter]]] = {
+    "s": ("", partial(EngFormatter, "s")),
+    "percentunit": ("", partial(PercentFormatter, 1)),
+    "bytes": ("", partial(EngFormatter, "B")),
+    "Bps": ("", partial(EngFormatter, "B/s")),
+    "cps": ("a second", ScalarFormatter),
+    "short": ("", ScalarFormatter),
 }
+"""What a title says of a unit, and how values are written."""
 POINTS, MOST_LEGENDS = 120, 6
+LEGEND_HEIGHT = 0.1
+"""Of a row, in heights of a graph."""
 CELL = 0.26
 """Inches of a cell of Grafana's grid."""
 
@@ -88,25 +98,37 @@ def draw(panel: Mapping[str, Any], axes: Axes, source: Source, board: Mapping[st
     highest = max((top for top, _, _ in lines), default=0.0)
     defaults = panel["fieldConfig"]["defaults"]
     unit = defaults["unit"]
-    other = partial(EngFormatter, unit.removeprefix("suffix: "))
-    axes.yaxis.set_major_formatter(UNITS.get(unit, other)())
+    # A long unit at each number would reach into the graph beside.
+    said, formatter = UNITS.get(unit, (unit.removeprefix("suffix: "), ScalarFormatter))
+    is_long = unit == "s" and highest > DAY
+    axes.yaxis.set_major_formatter(FuncFormatter(_days) if is_long else formatter())
     for step in defaults["thresholds"]["steps"][1:]:
         axes.axhline(step["value"], color="crimson", linewidth=0.8, linestyle="--")
-    axes.set_title(panel["title"], loc="left", fontsize=8, fontweight="bold")
+    axes.set_title(
+        ", ".join(filter(None, (panel["title"], said))), loc="left", fontsize=8, fontweight="bold"
+    )
     axes.set_xlim(-source.seconds, 0)
-    # From zero, with room for the legend.
-    axes.set_ylim(0, 1.5 * highest or 1)
     axes.xaxis.set_major_formatter(EngFormatter("s", sep=" "))
     axes.tick_params(labelsize=6)
     axes.grid(visible=True, linewidth=0.3)
     handles, legends = axes.get_legend_handles_labels()
+    handles, legends = handles[:MOST_LEGENDS], legends[:MOST_LEGENDS]
+    rows = -(-len(handles) // 2)
+    # From zero, whose lines are seen, with room for the legend.
+    top = (highest or 1) / (0.9 - LEGEND_HEIGHT * rows)
+    axes.set_ylim(-0.03 * top, top)
     axes.legend(
-        handles[:MOST_LEGENDS],
-        legends[:MOST_LEGENDS],
+        handles,
+        legends,
+        ncols=2,
         fontsize=5.5,
         loc="upper left",
         framealpha=0.7,
     )
+
+
+def _days(seconds: float, _: int) -> str:
+    return f"{seconds / DAY:g} days"
 
 
 def picture(board: Mapping[str, Any], source: Source) -> Figure:
