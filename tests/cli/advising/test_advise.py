@@ -135,6 +135,9 @@ def test_forecast_is_compared_with_a_record(trace: Path, tmp_path: Path) -> None
 def test_counts_are_read() -> None:
     assert Counts.parse("3", "--engines") == Counts(3)
     assert Counts.parse("1+2", "--engines") == Counts(0, 1, 2)
+    for wrong in ("", "0", "-1", "1+0", "1+2+3", "x", "10000", "9" * 5000):
+        with pytest.raises(SettingsError, match="at most 4 digits"):
+            Counts.parse(wrong, "--engines")
 
 
 LEARNED = """

@@ -19,6 +19,8 @@ from trtmesh.tools.fleet_replay.trace import Arrival
 POLICY = "auto"
 MEASURES: tuple[Measure, ...] = (TTFT, TPOT, E2E)
 PERCENTS = (50, 90, 99)
+DIGITS = 4
+"""Of the largest number of engines that is simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,11 @@ class Counts:
     @classmethod
     def parse(cls, text: str, setting: str) -> Counts:
         """Reads `3`, mixed engines, or `1+2`, prefill and decode. Raises SettingsError."""
-        parts = [int(part) if part.isdecimal() else 0 for part in text.split("+")]
+        parts = [int(p) if p.isdecimal() and len(p) <= DIGITS else 0 for p in text.split("+")]
         if not 1 <= len(parts) <= 2 or not all(parts):
             raise SettingsError(
-                f"is {text!r} but must be mixed engines, as 3, or prefill and decode, as 1+2",
+                f"is {text[:40]!r} but must be mixed engines, as 3, or prefill and decode, as 1+2, each of at most"
+                f" {DIGITS} digits",
                 setting=setting,
             )
         return cls(*parts) if len(parts) == 1 else cls(0, *parts)
