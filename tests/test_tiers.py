@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engine.torch import harness
 from processes import service_process
-from tiers import TESTS, is_left_out, left_out, reaches_slow, turns_of
+from tiers import TESTS, is_fast, is_left_out, left_out, reaches_slow, turns_of
 
 
 @asynccontextmanager
@@ -54,6 +54,12 @@ async def waits() -> None:
 def test_tier_follows_from_what_code_reaches(name: str, slow: bool) -> None:
     # By name: a test given the function itself would reach the function's code.
     assert reaches_slow(globals()[name]) is slow
+
+
+def test_a_test_of_the_soak_is_not_fast(request: pytest.FixtureRequest) -> None:
+    assert is_fast(request.node)
+    request.node.add_marker("soak")
+    assert not is_fast(request.node)
 
 
 def test_what_is_left_out_exists() -> None:

@@ -1,7 +1,7 @@
 """The fast tier: tests without processes and models. `make check` runs them as `pytest -m fast`.
 
 A test is fast unless the test code that it reaches (its own, its fixtures', its parameters', and the helpers that these
-name) names something of SLOW, or the test is marked `slow`. A fast test that starts a process fails.
+name) names something of SLOW, or the test has a marker of NOT_FAST. A fast test that starts a process fails.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ SLOW = {
     # Imports PyTorch.
     "AutoTokenizer",
 }
+
+NOT_FAST = ("slow", "soak")
+"""Markers."""
 
 LEFT_OUT = Path(TESTS, "left_out.txt")
 """Files and folders, one a line."""
@@ -54,7 +57,7 @@ def is_left_out(path: Path) -> bool:
 
 def is_fast(test: pytest.Function) -> bool:
     """Whether a test belongs to the fast tier."""
-    if test.get_closest_marker("slow"):
+    if any(map(test.get_closest_marker, NOT_FAST)):
         return False
     fixtures = [
         each.func for all_of in test._fixtureinfo.name2fixturedefs.values() for each in all_of

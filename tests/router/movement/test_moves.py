@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from router.handoff_fleet import PROMPT, Workers, workers
 from router.scripted import PATIENCE_SECONDS, eventually
 from trtmesh.router.movement import movement, streams
@@ -15,9 +16,12 @@ from trtmesh.router.requests.item import ItemRun
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 STREAMS = 6
-PROMPTS = [list(range(start, start + 400)) for start in range(100, 100 + 500 * STREAMS, 500)]
-SMALL_POOL: dict[str, Any] = {"kv_cache": {"total_blocks": 760, "tokens_per_block": 16}}
-TOKENS = 1500
+PROMPTS = [list(range(start, start + 160)) for start in range(100, 100 + 500 * STREAMS, 500)]
+SMALL_POOL: dict[str, Any] = {
+    "kv_cache": {"total_blocks": 304, "tokens_per_block": 16},
+    "timing": {"step_ms": 5.0},
+}
+TOKENS = 600
 
 
 async def learned(on: Workers) -> None:
@@ -68,7 +72,13 @@ async def undisturbed(**options: Any) -> list[Any]:
         return await tokens_of([on.ask(p, max_tokens=TOKENS, **options) for p in PROMPTS])
 
 
-async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells() -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def whole() -> list[Any]:
+    """The tokens of all streams where none moves."""
+    return await undisturbed()
+
+
+async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells(whole: list[Any]) -> None:
     async with workers("mixed", "mixed", **SMALL_POOL) as on:
         asked = await crowded(on)
         first, second = on.engines
@@ -86,13 +96,15 @@ async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells() -> None:
         assert not [move for move in again if move.request_id in moved]
         explained = await on.client.admin.explain(moves[0].request_id)
         assert [each.cause for each in explained.placements] == ["first", "rebalance"]
-        assert await tokens_of(asked) == await undisturbed()
+        assert await tokens_of(asked) == whole
         await on.quiet()
 
 
 @pytest.mark.parametrize("verb", ["rebalance", "drain", "drain_by"])
-async def test_no_stream_moves_to_a_worker_that_would_end_it_earlier(verb: str) -> None:
-    short = {"limits": {"max_sequence_tokens": 800}}
+async def test_no_stream_moves_to_a_worker_that_would_end_it_earlier(
+    verb: str, whole: list[Any]
+) -> None:
+    short = {"limits": {"max_sequence_tokens": 320}}
     of_worker = {"mixed-1": short}
     async with workers("mixed", "mixed", "mixed", of_worker=of_worker, **SMALL_POOL) as on:
         first, second, _ = on.engines
@@ -105,7 +117,7 @@ async def test_no_stream_moves_to_a_worker_that_would_end_it_earlier(verb: str) 
             assert (await on.client.admin.drain_worker(first, **limit)).moved_sequences == STREAMS
         # What is left at the end of the time moves without its KV.
         await eventually(lambda: on.moved() >= 1)
-        assert await tokens_of(asked) == await undisturbed()
+        assert await tokens_of(asked) == whole
         assert on.load(second).generated_tokens == before
         await on.quiet()
 
@@ -118,23 +130,23 @@ async def test_plan_looks_at_a_sample_and_leaves_items_as_they_are(
         fleet = on.client.router._fleet
         first, second = (on.proxies[name].address for name in on.engines)
         await eventually(lambda: all(s.may_move for s in Scene.of(fleet, "simulated").streams))
-        whole = Scene.of(fleet, "simulated")
-        assert {each.worker for each in whole.streams} == {first}
-        assert len(whole.streams) == STREAMS
-        assert [site.stands_for for site in whole.sites] == [1, 1]
+        scene = Scene.of(fleet, "simulated")
+        assert {each.worker for each in scene.streams} == {first}
+        assert len(scene.streams) == STREAMS
+        assert [site.stands_for for site in scene.sites] == [1, 1]
         assert not Scene.of(fleet, "simulated", second).streams
         monkeypatch.setattr(streams, "MOST_OF_WORKER", 2)
         seen = set[int]()
 
         def all_were_seen() -> bool:
-            scene = Scene.of(fleet, "simulated", first)
-            assert len(scene.streams) == 2
-            assert sorted(site.stands_for for site in scene.sites) == [1, STREAMS // 2]
-            seen.update(map(id, scene.runs))
-            return seen == {*map(id, whole.runs)}
+            sample = Scene.of(fleet, "simulated", first)
+            assert len(sample.streams) == 2
+            assert sorted(site.stands_for for site in sample.sites) == [1, STREAMS // 2]
+            seen.update(map(id, sample.runs))
+            return seen == {*map(id, scene.runs)}
 
         await eventually(all_were_seen)
-        items = [run.owner for run in whole.runs]
+        items = [run.owner for run in scene.runs]
         assert all(isinstance(item, ItemRun) and item._handoffs is None for item in items)
         await tokens_of(asked)
         await on.quiet()
@@ -183,27 +195,27 @@ async def test_router_moves_streams_by_itself_where_configured() -> None:
         await on.quiet()
 
 
-async def test_room_is_made_for_a_long_prompt() -> None:
+async def test_room_is_made_for_a_long_prompt(whole: list[Any]) -> None:
     settings = {"placement": {"policy": "round_robin"}}
     async with workers("mixed", "mixed", settings=settings, **SMALL_POOL) as on:
         await learned(on)
-        assert not (await on.client.admin.rebalance_workers(room_tokens=1000)).moves
+        assert not (await on.client.admin.rebalance_workers(room_tokens=400)).moves
         asked = [on.ask(prompt, max_tokens=TOKENS) for prompt in PROMPTS * 2]
         await eventually(lambda: all(on.load(n).running_sequences == STREAMS for n in on.engines))
-        await eventually(lambda: all(on.load(n).generated_tokens > 1600 for n in on.engines))
+        await eventually(lambda: all(on.load(n).generated_tokens > 640 for n in on.engines))
         # More than either has free, and less than it would have without a few streams.
-        tokens = 16 * (max(on.load(name).free_blocks for name in on.engines) + 40)
+        tokens = 16 * (max(on.load(name).free_blocks for name in on.engines) + 16)
         moves = (await on.client.admin.rebalance_workers(room_tokens=tokens)).moves
         assert moves
         assert len({(move.sender, move.receiver) for move in moves}) == 1
         assert all(move.began for move in moves)
         await moved_or_over(on, moves)
         assert not (await on.client.admin.rebalance_workers(room_tokens=2**20)).moves
-        assert await tokens_of(asked) == 2 * await undisturbed()
+        assert await tokens_of(asked) == 2 * whole
         await on.quiet()
 
 
-async def test_worker_is_empty_before_it_is_gone() -> None:
+async def test_worker_is_empty_before_it_is_gone(whole: list[Any]) -> None:
     async with workers("mixed", "mixed", "mixed", **SMALL_POOL) as on:
         asked = await crowded(on)
         first, *_ = on.engines
@@ -211,7 +223,7 @@ async def test_worker_is_empty_before_it_is_gone() -> None:
         assert (drained.moved_sequences, drained.left_sequences) == (STREAMS, 0)
         await eventually(lambda: on.handoffs(cause="drain", result="moved") >= 1)
         assert drained.worker.state == admin_pb.WORKER_STATE_DRAINING
-        assert await tokens_of(asked) == await undisturbed()
+        assert await tokens_of(asked) == whole
         await on.quiet()
 
 
