@@ -7,10 +7,18 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
-from router.scripted import ScriptedEngine, eventually, serving_engine, serving_router
+from router.scripted import (
+    Context,
+    ScriptedEngine,
+    eventually,
+    serving_engine,
+    serving_router,
+)
 from trtmesh.router.links.turns import MOST_DOUBTFUL, MOST_TURNS, ConnectTurns
 
 WORKERS = 64
+
+ENDLESS_SECONDS = 3600.0
 
 SLICES, SLICE_SECONDS = 4, 0.01
 """Work of a greeting. 64 at once take 2.56 s each, more than the deadline; so do 32, and 24 do not."""
@@ -19,7 +27,8 @@ SLICES, SLICE_SECONDS = 4, 0.01
 class Greeter:
     """Replicas of a test: each takes a turn, and keeps it until told."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = ENDLESS_SECONDS) -> None:
+        self.seconds = seconds
         self.turns = ConnectTurns()
         self.begun: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
@@ -42,7 +51,7 @@ class Greeter:
         await _settle()
 
     async def _take(self, name: str, *, is_doubtful: bool) -> None:
-        async with self.turns.turn(is_doubtful=is_doubtful) as turn:
+        async with self.turns.turn(self.seconds, is_doubtful=is_doubtful) as turn:
             self.begun.append(name)
             await self._ends[name].wait()
             turn.end()
@@ -90,6 +99,18 @@ async def test_replica_that_leaves_gives_its_turn_back() -> None:
     await on.leave(*names)
     await on.ask(*(again := _names("b", MOST_TURNS)))
     assert on.begun[-MOST_TURNS:] == again
+
+
+async def test_turn_is_over_before_its_replica_is() -> None:
+    on, silent, later = Greeter(seconds=0.02), _names("s", MOST_TURNS), _names("l", MOST_TURNS)
+    await on.ask(*silent, *later)
+    assert on.begun == silent
+    await eventually(lambda: on.begun == [*silent, *later])
+    # Each turn was given back once.
+    await on.leave(*silent, *later)
+    on.seconds = ENDLESS_SECONDS
+    await on.ask(*(again := _names("a", MOST_TURNS + 1)))
+    assert on.begun[2 * MOST_TURNS :] == again[:MOST_TURNS]
 
 
 class BusyMachine:
@@ -175,4 +196,26 @@ async def test_workers_are_found_and_found_again_among_silent_addresses() -> Non
         for engine in engines:
             await engine.hang_up()
         await eventually(lambda: all(len(engine.hellos) == 2 for engine in engines))
+        await eventually(lambda: client.gauge("ready_workers") == len(live))
+
+
+class MuteEngine(ScriptedEngine):
+    """Accepts a stream, and never says Welcome."""
+
+    # mypy-protobuf types generators only.
+    async def Connect(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+        await asyncio.Event().wait()
+
+
+async def test_workers_are_found_among_many_that_never_say_welcome() -> None:
+    """Their streams may stay silent for an hour, and there are more of them than turns."""
+    silence = {"silence_seconds": ENDLESS_SECONDS / 10}
+    async with AsyncExitStack() as stack:
+        mute = [
+            await stack.enter_async_context(serving_engine(MuteEngine(worker=f"m{number}")))
+            for number in range(2 * MOST_TURNS)
+        ]
+        engines = [ScriptedEngine(worker=f"w{number}") for number in range(4)]
+        live = [await stack.enter_async_context(serving_engine(engine)) for engine in engines]
+        client = await stack.enter_async_context(serving_router([*mute, *live], deadlines=silence))
         await eventually(lambda: client.gauge("ready_workers") == len(live))

@@ -4,7 +4,7 @@ blames no peer for a process that stood still."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,31 +32,36 @@ async def next_tick(seconds: float) -> None:
 
 @asynccontextmanager
 async def deadline(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError after `seconds` in the block, counted in ticks: a pause of this process is one tick, and what
-    arrived during the pause is read before the next."""
+    """Raises TimeoutError after `seconds` in the block, counted in ticks."""
+    loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:
-        ticks = _Ticks(timeout, seconds / DEADLINE_TICKS)
+        ticks = Ticks(seconds, lambda: timeout.reschedule(loop.time()))
         try:
             yield
         finally:
-            ticks.timer.cancel()
+            ticks.cancel()
 
 
-class _Ticks:
-    """Ends a block after DEADLINE_TICKS."""
+class Ticks:
+    """Calls `over` after `seconds`, counted in ticks: a pause of this process is one tick, and what arrived during the
+    pause is read before the next."""
 
-    def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
-        self._timeout, self._seconds = timeout, seconds
+    def __init__(self, seconds: float, over: Callable[[], None]) -> None:
+        self._seconds, self._over = seconds / DEADLINE_TICKS, over
         self._left = DEADLINE_TICKS
         self._loop = asyncio.get_running_loop()
-        self.timer = self._loop.call_later(seconds, self._tick)
+        self._timer = self._loop.call_later(self._seconds, self._tick)
+
+    def cancel(self) -> None:
+        """Stops the count."""
+        self._timer.cancel()
 
     def _tick(self) -> None:
         self._left -= 1
         if self._left:
-            self.timer = self._loop.call_later(self._seconds, self._tick)
+            self._timer = self._loop.call_later(self._seconds, self._tick)
         else:
-            self._timeout.reschedule(self._loop.time())
+            self._over()
 
 
 async def _until(end: str, waits: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:

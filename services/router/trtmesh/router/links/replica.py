@@ -97,6 +97,8 @@ class Replica(ABC):
         self._connect_turn: Turn | None = None
         """The turn of the latest attempt; None before the first, and for a service of this process."""
         self._greeting_seconds = GREETING_SECONDS
+        self._has_answered = False
+        """Whether the greeting of the latest attempt was answered."""
         self._tls_of_peers = tls_of_peers
         self._silent_checks = 0
         self._rest_seconds = 0.0
@@ -215,8 +217,9 @@ class Replica(ABC):
 
     async def _serve_in_turn(self) -> None:
         """Connects and serves a stream once few enough others are greeted."""
-        is_doubtful = self._greeting_seconds > GREETING_SECONDS
-        async with self._connect_turns.turn(is_doubtful=is_doubtful) as turn:
+        seconds, self._has_answered = self._greeting_seconds, False
+        is_doubtful = seconds > GREETING_SECONDS
+        async with self._connect_turns.turn(seconds, is_doubtful=is_doubtful) as turn:
             self._connect_turn = turn
             began = asyncio.get_running_loop().time()
             try:
@@ -224,7 +227,7 @@ class Replica(ABC):
             finally:
                 took = asyncio.get_running_loop().time() - began
                 # Not all: timers may end a little early.
-                if not turn.ended and took > self._greeting_seconds / 2:
+                if not self._has_answered and took > self._greeting_seconds / 2:
                     longer = min(2 * self._greeting_seconds, LONGEST_GREETING_SECONDS)
                     self._greeting_seconds = longer
 
@@ -234,7 +237,7 @@ class Replica(ABC):
 
     def _greeted(self) -> None:
         """The replica answered the greeting: another one may be greeted."""
-        self._greeting_seconds = GREETING_SECONDS
+        self._greeting_seconds, self._has_answered = GREETING_SECONDS, True
         if self._connect_turn is not None:
             self._connect_turn.end()
 

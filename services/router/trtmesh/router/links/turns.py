@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from trtmesh.chassis.tasks import Ticks
+
 MOST_TURNS = 32
 """Most turns at a time, each from the look-up of an address to the answer to the greeting."""
 
@@ -43,14 +45,19 @@ class ConnectTurns:
         self._doubtful_begun = 0
 
     @asynccontextmanager
-    async def turn(self, *, is_doubtful: bool) -> AsyncIterator[Turn]:
-        """Waits for a turn, which ends with the block at the latest."""
+    async def turn(self, seconds: float, *, is_doubtful: bool) -> AsyncIterator[Turn]:
+        """Waits for a turn, which ends after `seconds` or with the block: one that is slow to answer, or never does,
+        may go on, and keeps nobody out."""
         turn = Turn(self, is_doubtful=is_doubtful)
         (self._doubtful if is_doubtful else self._waiting).append(turn)
         self._admit()
         try:
             await turn.begun
-            yield turn
+            ticks = Ticks(seconds, turn.end)
+            try:
+                yield turn
+            finally:
+                ticks.cancel()
         finally:
             turn.end()
 
