@@ -742,7 +742,8 @@ Global___Step: typing_extensions.TypeAlias = Step
 @typing.final
 class Load(google.protobuf.message.Message):
     """The load of a worker. Sent periodically in every state: missing reports mean a lost worker or network, and an
-    unchanged `step_count` with running sequences means a stuck worker.
+    unchanged `step_count` with running sequences means a stuck worker. A message without events in its place means that
+    nothing changed, but `host_memory_bytes` perhaps.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -39,6 +39,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.engine.service.router_session import WHOLE_LOADS_EVERY
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import engine_pb2_grpc
 from trtmesh.v1 import generation_pb2 as pb
@@ -572,15 +573,28 @@ class TestLoadAndKvEvents:
             router_stream(engine.address, credit=1, acknowledging=False) as stream,
         ):
             await stream.send(submit(1, 50))
-            await stream.until(lambda: len(stream.loads) >= 20)
+            await stream.until(lambda: [load.step_count for load in stream.loads[-2:]] == [50, 50])
             assert len(stream.steps) == 1
             for load in stream.loads[-2:]:
                 # Other parts of this process come and go.
                 load.ClearField("host_memory_bytes")
             assert stream.loads[-1] == stream.loads[-2]
-            assert stream.loads[-1].step_count == 50
             assert stream.loads[-1].generated_tokens == 50
             assert stream.loads[-1].busy_seconds > 0
+
+    async def test_unchanged_load_is_a_message_without_events(self) -> None:
+        backend = simulated()
+        async with serving(backend) as engine, router_stream(engine.address) as stream:
+            sizes: list[int] = []
+            while len(sizes) < 3 * WHOLE_LOADS_EVERY:
+                before = len(stream.loads)
+                assert await stream.receive()
+                sizes.append(len(stream.loads) - before)
+            # The first one may come with the welcome.
+            assert sum(sizes) in (3, 4)
+            # Refused, so nothing else changes.
+            await stream.send(submit(1, prompt=()))
+            await stream.until(lambda: stream.loads[-1].received_items == 1)
 
     async def test_kv_events_are_numbered_for_every_stream(self) -> None:
         backend = RecordingBackend()

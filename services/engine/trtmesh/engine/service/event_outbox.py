@@ -299,6 +299,8 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
         """Of the latest load: whether the worker drains, and its role."""
         self._steps_at_load = 0
         """Steps sent until the latest load."""
+        self._lives = False
+        """Whether a message is due, even one without events."""
 
     @property
     def unacknowledged_steps(self) -> int:
@@ -340,6 +342,11 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
             self._loop.call_later(LOAD_SECONDS, self._tell_load)
         else:
             self.wake()
+
+    def put_sign_of_life(self) -> None:
+        """Has a message sent soon, without events if there are none."""
+        self._lives = True
+        self.wake()
 
     def _tell_load(self) -> None:
         if self._load is not None:
@@ -397,8 +404,9 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
         steps = bool(self._parts or self._ends) and (
             self._farewell is not None or self.unacknowledged_steps < self._credit
         )
-        if not (steps or self._answers or self._kv_events or self._load):
+        if not (steps or self._answers or self._kv_events or self._load or self._lives):
             return None
+        self._lives = False
         response = epb.EngineServiceConnectResponse(events=self._answers)
         self._answers.clear()
         if self._kv_events:

@@ -53,6 +53,9 @@ from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 log = logging.getLogger(__name__)
 
+WHOLE_LOADS_EVERY = 10
+"""An unchanged load is told in whole so often, and else as a message without events: a sign of life."""
+
 STOP_REASONS = frozenset(
     {pb.FINISH_REASON_STOPPED, pb.FINISH_REASON_CANCELLED, pb.FINISH_REASON_STOP_WORD}
 )
@@ -93,6 +96,9 @@ class RouterSession:
         self._traced: dict[int, WorkerTrace] = {}
         """Traced sequences before their first token here, by handle."""
         self._received_items = 0
+        self._told = epb.Load()
+        """The load as told last, and how many unchanged ones followed."""
+        self._unchanged = 0
         self._open = True
         self._failed = False
         self._number = engine.streams.add(self)
@@ -193,9 +199,15 @@ class RouterSession:
             self._engine.streams.remove(self._number)
 
     def take_load(self, load: epb.Load) -> None:
-        if self._open:
-            own = epb.Load(received_items=self._received_items)
-            own.MergeFrom(load)
+        if not self._open:
+            return
+        own = epb.Load(received_items=self._received_items)
+        own.MergeFrom(load)
+        self._unchanged = self._unchanged + 1 if _says_the_same(own, self._told) else 0
+        if self._unchanged % WHOLE_LOADS_EVERY:
+            self.outbox.put_sign_of_life()
+        else:
+            self._told = own
             self.outbox.put_load(own)
 
     def take_adapters(self, held: Sequence[HeldAdapter]) -> None:
@@ -400,6 +412,14 @@ class RouterSession:
             snapshot=True,
         )
         self.outbox.put_kv_snapshot(snapshot)
+
+
+def _says_the_same(load: epb.Load, before: epb.Load) -> bool:
+    """Whether loads differ in nothing that a router acts on: resident memory is never quite still."""
+    memory, load.host_memory_bytes = load.host_memory_bytes, before.host_memory_bytes
+    same: bool = load == before
+    load.host_memory_bytes = memory
+    return same
 
 
 def _end_handoff(handoff: Lease, end: SequenceEnd) -> transfer.HandoffDescriptor | None:
