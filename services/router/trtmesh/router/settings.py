@@ -42,8 +42,9 @@ class RouterSettings(SecuredSettings):
     """Addresses of tokenizers as host:port or file:PATH, likewise. `local` means one in this process, set up by
     `model_dir` and `encoding` of the section `tokenizer`, in the same file or as variables: it saves the hop."""
     models: CommaList = ()
-    """Models of the mesh by name, the default one first: requests without a model mean it. Each of several has Triton
-    models of its own, such as NAME_ensemble. Empty means the only one."""
+    """Models of the mesh by name, the default one first: requests without a model mean it, and requests of these models
+    wait for the first worker, too. Each of several has Triton models of its own, such as NAME_ensemble. Empty means the
+    only one."""
     min_drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """First part of `grace_seconds`, in which a draining router still serves who connects: as long as balancers take to
     see that its health is NOT_SERVING."""

@@ -452,10 +452,9 @@ class Fleet:
             for model in models
         }
 
-    @property
-    def may_recover(self) -> bool:
-        """Whether any worker may become ready without an operator."""
-        return any(
+    def may_recover(self, model: str) -> bool:
+        """Whether any worker may become ready without an operator, or join: the settings say who serves `model`."""
+        return model in self.configured or any(
             worker.state is not ReplicaState.REFUSED and not worker.mismatch
             for worker in self.workers.values()
         )

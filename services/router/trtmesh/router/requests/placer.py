@@ -376,7 +376,7 @@ class Placer:
                 return self.attempts.full
             if isinstance(error, AdapterNotFound):
                 return error
-        if seconds_left <= 0 or not self._fleet.may_recover:
+        if seconds_left <= 0 or not self._fleet.may_recover(self._context.model):
             return self.attempts.crowded or unplaceable(self.attempts.loss, error)
         left_out = bool(self.attempts.failures or self._refusals)
         self.attempts.forgive()

@@ -192,16 +192,14 @@ class Requests:
         return live.stop(batch_indexes) if live else 0
 
     def served_model(self, name: str) -> str:
-        """Resolves a model's name; '' means the first of `router.models`, else the only model. Raises NoWorker or
-        ModelNotFound."""
+        """Resolves a model's name; '' means the first of `router.models`, else the only model. A model of
+        `router.models` needs no worker yet. Raises NoWorker or ModelNotFound."""
         models, configured = self._mesh.fleet.models(), self._mesh.fleet.configured
         name = name or next(iter(configured), "")
-        if name in models:
+        if name in models or name in configured:
             return name
         if not models:
             raise NoWorker(self._mesh.fleet.why_no_models(), retry_after_ms=1000)
-        if name in configured:
-            raise NoWorker(f"no worker of model {quoted(name)} was ever ready", retry_after_ms=1000)
         known = ", ".join(sorted(models))
         if name:
             raise ModelNotFound(
@@ -220,11 +218,11 @@ class Requests:
 
     def metrics_of(self, name: str) -> ModelMetrics:
         """Returns the metrics of a model by the name in a request. Unserved names count together."""
-        models = self._mesh.fleet.models()
-        name = name or next(iter(self._mesh.fleet.configured), "")
+        models, configured = self._mesh.fleet.models(), self._mesh.fleet.configured
+        name = name or next(iter(configured), "")
         if not name and len(models) == 1:
             name = next(iter(models))
-        return self._mesh.metrics.of(name if name in models else "")
+        return self._mesh.metrics.models[name if name in models or name in configured else ""]
 
     def unplaced(self) -> Iterator[tuple[str, ItemRequest, int]]:
         """The items that wait for a worker: the model, the item, its waiting sequences. Called on the thread of the

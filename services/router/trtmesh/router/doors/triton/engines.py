@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trtmesh.chassis.quoting import quoted
 from trtmesh.router.doors.triton.metrics import EngineFigures, engine_figures
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.fleet.fleet import Fleet
@@ -34,6 +35,8 @@ class Engines:
     def problem(self, model: Model) -> str:
         """Why no engine takes requests of a model now, or ''."""
         problems = {worker.name: worker.unusable for worker in self.of(model)}
+        if not problems:
+            return f"no worker of model {quoted(self._served(model))} has joined"
         if not all(problems.values()):
             return ""
         return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
