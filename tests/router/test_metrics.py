@@ -16,7 +16,7 @@ def test_unknown_reasons_are_counted_together() -> None:
     metrics, registry = RouterMetrics(), CollectorRegistry()
     registry.register(metrics)
     for reason in (pb.FINISH_REASON_LENGTH, 98, 99):
-        metrics.of("m").finished[reason] += 1
+        metrics.models["m"].finished[reason] += 1
 
     def finished(reason: str) -> float | None:
         labels = {"model": "m", "reason": reason}
@@ -29,8 +29,8 @@ def test_names_in_labels_are_bounded() -> None:
     metrics, registry = RouterMetrics(), CollectorRegistry()
     registry.register(metrics)
     for number in range(2 * MOST_MODELS):
-        metrics.of(f"model {number}").tokens_in += 1
-        metrics.of(f"model {number}").queue.observe(1.0)
+        metrics.models[f"model {number}"].tokens_in += 1
+        metrics.models[f"model {number}"].queue.observe(1.0)
     samples = list(samples_of(registry, "trtmesh_router_tokens_in_total"))
     assert len(samples) == MOST_MODELS + 1
     assert sum(sample.value for sample in samples) == 2 * MOST_MODELS
@@ -44,8 +44,8 @@ def test_a_flood_of_names_leaves_the_page_small() -> None:
     registry.register(metrics)
     for number in range(10_000):
         name = f'\ud800\n{number}"' + "x" * 1000
-        metrics.of(name).of(CHAT).ended("QUEUE_FULL", 1.0)
-        metrics.of(name).requests["openai", "refused"] += 1
+        metrics.models[name].latencies[CHAT].request_duration["QUEUE_FULL"].observe(1.0)
+        metrics.models[name].requests["openai", "refused"] += 1
         metrics.note_adapter(name, hit=True)
         metrics.note_unknown_parameter(name)
         metrics.note_canary_alert(name)

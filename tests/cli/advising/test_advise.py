@@ -156,12 +156,12 @@ def text_of(metrics: RouterMetrics) -> str:
 
 def test_load_and_rates_of_a_mesh_are_read_from_its_metrics() -> None:
     metrics = RouterMetrics()
-    metrics.of("m").prompt_tokens.observe(8, 1000)
-    metrics.of("m").generated_tokens.observe(1, 1000)
+    metrics.models["m"].prompt_tokens.observe(8, 1000)
+    metrics.models["m"].generated_tokens.observe(1, 1000)
     before = page_of(text_of(metrics))
-    metrics.of("m").prompt_tokens.observe(700, 300)
-    metrics.of("m").prompt_tokens.observe(3000, 100)
-    metrics.of("m").generated_tokens.observe(64, 400)
+    metrics.models["m"].prompt_tokens.observe(700, 300)
+    metrics.models["m"].prompt_tokens.observe(3000, 100)
+    metrics.models["m"].generated_tokens.observe(64, 400)
     after = page_of(text_of(metrics) + LEARNED)
     rates = rates_of([after], "")
     assert (rates.prefill_tokens_per_second, rates.step_ms, rates.sequences) == (5000, 20, 6)
@@ -176,12 +176,12 @@ def test_load_and_rates_of_a_mesh_are_read_from_its_metrics() -> None:
 
 def test_mesh_without_items_or_with_several_models_is_refused() -> None:
     metrics = RouterMetrics()
-    metrics.of("m").generated_tokens.observe(5)
+    metrics.models["m"].generated_tokens.observe(5)
     page = page_of(text_of(metrics))
     with pytest.raises(SettingsError, match="no item that ended in 60 s; watch longer"):
         load_between([page], [page], 60, "")
-    metrics.of("m").generated_tokens.observe(5)
-    metrics.of("n").generated_tokens.observe(5)
+    metrics.models["m"].generated_tokens.observe(5)
+    metrics.models["n"].generated_tokens.observe(5)
     with pytest.raises(SettingsError, match="--model must be one of m, n"):
         load_between([page], [page_of(text_of(metrics))], 60, "")
     with pytest.raises(SettingsError, match="is no page of a router"):
@@ -200,8 +200,8 @@ def test_router_that_restarted_between_two_looks_is_told() -> None:
 
 def test_answers_without_any_prompt_between_two_looks_are_too_few() -> None:
     metrics = RouterMetrics()
-    metrics.of("m").prompt_tokens.observe(700)
+    metrics.models["m"].prompt_tokens.observe(700)
     before = page_of(text_of(metrics))
-    metrics.of("m").generated_tokens.observe(64)
+    metrics.models["m"].generated_tokens.observe(64)
     with pytest.raises(SettingsError, match="no item that began in 60 s; watch longer"):
         load_between([before], [page_of(text_of(metrics))], 60, "")

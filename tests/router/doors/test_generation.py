@@ -234,7 +234,7 @@ async def test_error_that_a_door_answers_itself_is_counted(refusal: TrtmeshError
     with GenerationCall("openai", metrics, CHAT) as call, suppress(QueueFull, Draining):
         async with RunningCall(call, cast(RunningRequest, opening)):
             raise asyncio.CancelledError
-    counted = metrics.of(CHAT) if refusal else opening.latencies
+    counted = metrics.latencies[CHAT] if refusal else opening.latencies
     outcome, reason = ("refused", "QUEUE_FULL") if refusal else ("cancelled", "DRAINING")
     assert metrics.requests == {("openai", outcome): 1}
     assert [*counted.request_duration] == [reason]

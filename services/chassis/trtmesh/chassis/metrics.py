@@ -39,20 +39,19 @@ TOKEN_BUCKETS = (1.0, 8.0, 32.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0, 131072.0
 S = TypeVar("S")
 
 
-class BoundedNames:
-    """The values of a label: the first `most` names, cut and printable, and `other` for all later ones."""
+class BoundedNames(dict[str, str]):
+    """The label's value for each name: the first `most` names, cut and printable, and `other` for all later ones. A
+    dict, as a known name then costs no call."""
 
     def __init__(self, most: int) -> None:
+        super().__init__()
         self._most = most
-        self._known: dict[str, str] = {}
 
-    def __getitem__(self, name: str) -> str:
-        """The label's value for a name."""
-        known = self._known.get(name)
-        if known is None:
-            if len(self._known) >= self._most:
-                return OTHER
-            known = self._known[name] = escaped(cut(name, LONGEST_NAME))
+    def __missing__(self, name: str) -> str:
+        """The value for a name that came first, or too late."""
+        if len(self) >= self._most:
+            return OTHER
+        known = self[name] = escaped(cut(name, LONGEST_NAME))
         return known
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -64,24 +65,17 @@ class Latencies:
     """What OpenTelemetry's conventions measure of the requests of one model and operation."""
 
     def __init__(self) -> None:
-        self.request_duration: dict[str, Histogram] = {}
+        self.request_duration = defaultdict[str, Histogram](partial(Histogram, DURATION_BUCKETS))
         """By the type of the error; '' for complete requests."""
         self.time_to_first_token = Histogram(FIRST_TOKEN_BUCKETS)
         self.time_per_output_token = Histogram(OUTPUT_TOKEN_BUCKETS)
-
-    def ended(self, error_type: str, seconds: float, trace_id: str = "") -> None:
-        """Observes the end of a request."""
-        known = self.request_duration.get(error_type)
-        if known is None:
-            known = self.request_duration[error_type] = Histogram(DURATION_BUCKETS)
-        known.observe(seconds, trace_id=trace_id)
 
 
 class ModelMetrics:
     """What is counted of the requests of one model."""
 
     def __init__(self) -> None:
-        self.latencies: dict[str, Latencies] = {}
+        self.latencies = defaultdict[str, Latencies](Latencies)
         """By operation."""
         self.inter_token = Histogram()
         self.stall = Histogram()
@@ -94,13 +88,6 @@ class ModelMetrics:
         self.finished: Counter[int] = Counter()
         self.failed: Counter[str] = Counter(dict.fromkeys(OURS, 0))
 
-    def of(self, operation: str) -> Latencies:
-        """The latencies of an operation."""
-        known = self.latencies.get(operation)
-        if known is None:
-            known = self.latencies[operation] = Latencies()
-        return known
-
     @property
     def finished_words(self) -> Counter[str]:
         """Finished items by the word of their reason."""
@@ -108,6 +95,28 @@ class ModelMetrics:
         for reason, count in self.finished.copy().items():
             words[_reason_word(reason)] += count
         return words
+
+
+class _CallerNames(BoundedNames):
+    """Anyone can draw a key: those in no file count together."""
+
+    def __missing__(self, name: str) -> str:
+        return UNLISTED if name.startswith(f"{UNLISTED}:") else super().__missing__(name)
+
+
+class _Models(dict[str, ModelMetrics]):
+    """The metrics of each model by its label; those beyond the bound share theirs."""
+
+    def __init__(self, names: BoundedNames) -> None:
+        super().__init__()
+        self._names = names
+
+    def __missing__(self, model: str) -> ModelMetrics:
+        label = self._names[model]
+        known = self.get(label)
+        if known is None:
+            known = self[label] = ModelMetrics()
+        return known
 
 
 class RouterMetrics(Collector):
@@ -133,7 +142,6 @@ class RouterMetrics(Collector):
         self.unknown_parameters: Counter[str] = Counter()
         self.http_requests: Counter[tuple[str, str]] = Counter()
         self.placed: Counter[tuple[str, str]] = Counter()
-        self.models: dict[str, ModelMetrics] = {}
         self.moved_decodes = 0
         self.breaches: Counter[str] = Counter(worker=0, tokenizer=0)
         self.unanswered: Counter[str] = Counter()
@@ -147,20 +155,12 @@ class RouterMetrics(Collector):
         self.hedge_wasted_tokens = self.hedge_copied_tokens = self.hedge_differences = 0
         self.hedge_saved_seconds = 0.0
         self.model_names = BoundedNames(MOST_MODELS)
-        self._caller_names = BoundedNames(MOST_CALLERS)
+        self.models = _Models(self.model_names)
+        """What is counted of each model; '' stands for requests whose model is not served."""
+        self._caller_names = _CallerNames(MOST_CALLERS)
         self._adapter_names = BoundedNames(MOST_ADAPTERS)
         self._parameter_names = BoundedNames(MOST_PARAMETERS)
         self._worker_names = BoundedNames(MOST_WORKERS)
-
-    def of(self, model: str) -> ModelMetrics:
-        """What is counted of a model; '' stands for requests whose model is not served."""
-        known = self.models.get(model)
-        if known is None:
-            name = self.model_names[model]
-            known = self.models.get(name)
-            if known is None:
-                known = self.models[name] = ModelMetrics()
-        return known
 
     def note_placement(
         self, policy: str, worker: str, workers: Callable[[], Iterable[str]]
@@ -174,18 +174,14 @@ class RouterMetrics(Collector):
 
     def note_refusal(self, reason: str, caller: str) -> None:
         """Counts a refusal of a caller, by name."""
-        self.refused[reason, self._caller_of(caller)] += 1
+        self.refused[reason, self._caller_names[caller]] += 1
 
     def note_item(self, caller: str, prompt_tokens: int, generated_tokens: int) -> None:
         """Counts an item of a caller, by name, that ended."""
-        caller = self._caller_of(caller)
+        caller = self._caller_names[caller]
         self.caller_items[caller] += 1
         self.caller_prompt_tokens[caller] += prompt_tokens
         self.caller_generated_tokens[caller] += generated_tokens
-
-    def _caller_of(self, name: str) -> str:
-        """Anyone can draw a key: those in no file count together."""
-        return UNLISTED if name.startswith(f"{UNLISTED}:") else self._caller_names[name]
 
     def note_unknown_parameter(self, name: str) -> None:
         """Counts a request parameter without effect."""

@@ -177,6 +177,8 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
     """Peers of an origin share turns."""
     queue: ConnectionQueue
     """Work on received messages."""
+    _short_bytes = 0
+    """Largest read that needs no turn if it is a lone frame."""
 
     def __init__(self, expected_preface: bytes, turns: ParseScheduler, budget: Budget) -> None:
         self._loop = asyncio.get_running_loop()
@@ -228,6 +230,16 @@ class Http2Connection(asyncio.BaseProtocol, ABC, Generic[H]):
         if self._closed:
             self._drop(data)
             return
+        if len(data) <= self._short_bytes and self._awaits_frame and not self._waits_for_turn:
+            try:
+                is_lone = self._receive_lone(data)
+            except Http2ConnectionError as error:
+                self._fail(error)
+                return
+            if is_lone:
+                if self.queue.arrivals:
+                    self.queue.hand_over()
+                return
         # TLS may deliver buffered bytes after reading was paused.
         self._received = bytes(self._received) + data if self._received else data
         if not self._waits_for_turn:

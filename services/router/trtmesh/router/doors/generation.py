@@ -46,10 +46,10 @@ class Caller:
     """Those of the call, or its metadata."""
 
 
-def identity_of(callers: Callers, context: RpcContext) -> Identity:
-    """Returns the caller of a gRPC call, and adds the name to log lines. Raises Unauthenticated, even in an admitted
-    call: keys expire and are revoked."""
-    metadata, known = context.invocation_metadata() or (), context.auth_context()
+def identity_of(callers: Callers, context: RpcContext, metadata: Headers) -> Identity:
+    """Returns the caller of a gRPC call by its metadata, and adds the name to log lines. Raises Unauthenticated, even
+    in an admitted call: keys expire and are revoked."""
+    known = context.auth_context()
     identity = callers.identify(metadata, _certificate_of(known) if known else "")
     rebind_caller(identity.name)
     return identity
@@ -67,7 +67,8 @@ def caller_of(callers: Callers, context: RpcContext) -> Caller:
     """The caller of a gRPC call. Raises Unauthenticated."""
     # As gRPC writes addresses: `ipv4:127.0.0.1:50051`, `ipv6:[::1]:50051`.
     host = context.peer().partition(":")[2].rpartition(":")[0].strip("[]")
-    identity, metadata = identity_of(callers, context), context.invocation_metadata() or ()
+    metadata = context.invocation_metadata() or ()
+    identity = identity_of(callers, context, metadata)
     return Caller(identity, context.time_remaining(), origin_of(host), metadata)
 
 
@@ -110,20 +111,19 @@ class GenerationCall(AbstractContextManager["GenerationCall"]):
     def end(self, error: BaseException | None) -> None:
         """Counts the call, which ends with an error if any."""
         self.metrics.requests[self._door, self.outcome] += 1
-        error_type = self.failure or _error_type(error)
+        error_type = self.failure if error is None else self.failure or _error_type(error)
         seconds, context = monotonic() - self._began, self.context
-        if context is None:
-            self.metrics.of(self._operation).ended(error_type, seconds)
-        else:
-            context.latencies.ended(error_type, seconds, context.trace_id)
+        latencies = (
+            self.metrics.latencies[self._operation] if context is None else context.latencies
+        )
+        trace_id = "" if context is None else context.trace_id
+        latencies.request_duration[error_type].observe(seconds, trace_id=trace_id)
         if self.trace is not None:
             self.trace.end(self.outcome, error_type)
 
 
-def _error_type(error: BaseException | None) -> str:
-    """The reason word of what ended a call, or ''. A client that leaves cancels, or breaks the connection."""
-    if error is None:
-        return ""
+def _error_type(error: BaseException) -> str:
+    """The reason word of what ended a call. A client that leaves cancels, or breaks the connection."""
     if isinstance(error, TrtmeshError):
         return error.reason
     left = isinstance(error, ConnectionError) or not isinstance(error, Exception)

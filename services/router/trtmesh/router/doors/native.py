@@ -82,7 +82,7 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
     async def Stop(self, request: pb.StopRequest, context: RpcContext) -> pb.StopResponse:
         async with answering(context, request.request_id):
-            owner = identity_of(self._callers, context)
+            owner = identity_of(self._callers, context, context.invocation_metadata() or ())
             items = parse_stopped(request)
             stopped = self._requests.stop(owner, request.request_id, items)
             return pb.StopResponse(stopped_items=stopped)

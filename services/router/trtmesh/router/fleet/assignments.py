@@ -323,7 +323,7 @@ class Steps:
                 run.on_tokens(offset, token_ids[position : position + count], details.get(handle))
                 if metrics is None:
                     # A worker serves one model.
-                    metrics = self._metrics.of(run.model)
+                    metrics = self._metrics.models[run.model]
                 run.times.on_tokens(count, now, metrics)
                 if run.charge is not None:
                     run.charge.up_to(len(run.token_ids), now)

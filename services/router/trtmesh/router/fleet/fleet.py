@@ -41,7 +41,7 @@ from trtmesh.router.placement.place import Decision, DecisionLog
 from trtmesh.router.placement.rates import Ewma, Rates, Typical, typical_of
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.placement.shares import AdapterShares
-from trtmesh.router.placement.snapshot import DECODE_PHASE, PREFILL_PHASE
+from trtmesh.router.placement.snapshot import COMPLETED_AT, DECODE_PHASE, PREFILL_PHASE
 
 UNKNOWN = Typical()
 """Rates of a model before its workers have shown any."""
@@ -378,7 +378,7 @@ class Fleet:
         typical = self.typical(query.model)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
         sizes = self._block_sizes_of(query.model, blocks)
-        return query.completed(
+        known = (
             query.adapter and self._seen(query.adapter, query.model, typical),
             query.model in self._with_roles,
             typical.handoff_seconds,
@@ -387,6 +387,7 @@ class Fleet:
             next(iter(blocks.hashes(min(sizes, default=0))), None),
             random.getrandbits(32),
         )
+        return PlacementQuery._make((*query[:COMPLETED_AT], *known))
 
     def _seen(self, need: AdapterNeed, model: str, typical: Typical) -> AdapterNeed:
         """Returns the adapter with the rank, as reported by workers, and with the fleet's experience."""

@@ -67,6 +67,7 @@ from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Role, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
+from trtmesh.router.placement.snapshot import LOAD_AT
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as generation_pb
 
@@ -303,7 +304,7 @@ class Worker(Replica):
 
     def reloaded(self, former: WorkerSnapshot, typical: Typical) -> WorkerSnapshot:
         """The snapshot after a change of the load alone."""
-        return former.loaded(self._figures(typical))
+        return WorkerSnapshot._make((*former[:LOAD_AT], *self._figures(typical).values()))
 
     def _figures(self, typical: Typical) -> dict[str, Any]:
         """The fields of the load."""
@@ -554,6 +555,8 @@ class Worker(Replica):
         while True:
             await next_tick(TICK_SECONDS)
             self._judge(self._liveness.tick())
+            if not self.handles:
+                continue
             if self.state is not ReplicaState.STALLED:
                 self._assignments.look(round(self._deadlines.queue_seconds / TICK_SECONDS))
             self._move_late()

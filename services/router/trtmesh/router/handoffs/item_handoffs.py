@@ -175,7 +175,7 @@ class ItemHandoffs:
             return
         now = asyncio.get_running_loop().time()
         run.on_tokens(0, token_ids)
-        run.times.on_tokens(len(token_ids), now, self._table.metrics.of(run.model))
+        run.times.on_tokens(len(token_ids), now, self._table.metrics.models[run.model])
         if run.charge is not None:
             run.charge.up_to(len(run.token_ids), now)
 

@@ -200,7 +200,7 @@ class Race:
         for chunk in chunks:
             run.on_tokens(chunk.offset, chunk.token_ids, chunk.details)
         if fresh := len(run.token_ids) - before:
-            run.times.on_tokens(fresh, now, self._ledger.metrics.of(run.model))
+            run.times.on_tokens(fresh, now, self._ledger.metrics.models[run.model])
         if run.charge is not None:
             run.charge.up_to(len(run.token_ids), now)
 

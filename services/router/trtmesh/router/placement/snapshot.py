@@ -91,7 +91,7 @@ class WorkerSnapshot(NamedTuple):
     role: Role = Role.MIXED
     kv: KvFacts | None = None
     """None without handoffs."""
-    # The load, in the order of `loaded`.
+    # The load, in the order of `Worker._figures`.
     last_turn: int = 0
     """Number of the last placement; 0 for none."""
     refuses_handoffs: bool = False
@@ -119,12 +119,10 @@ class WorkerSnapshot(NamedTuple):
     receiving_tokens: int = 0
     """Tokens whose KV is to come from other workers."""
 
-    def loaded(self, load: Mapping[str, Any]) -> WorkerSnapshot:
-        """The worker under another load, by its fields in their order. To name all fields takes five times as long."""
-        return WorkerSnapshot._make((*self[:LOAD_AT], *load.values()))
-
 
 LOAD_AT = WorkerSnapshot._fields.index("last_turn")
+"""Where the load begins. Another load replaces the fields from there on in their order: to name all takes five times as
+long."""
 
 
 class PlacementQuery(NamedTuple):
@@ -175,9 +173,7 @@ class PlacementQuery(NamedTuple):
     draw: int = 0
     """Random number in [0, 2**32) for sampling policies."""
 
-    def completed(self, *known: Any) -> PlacementQuery:
-        """The query with the fields of the fleet, in their order. `_replace` takes three times as long."""
-        return PlacementQuery._make((*self[:COMPLETED_AT], *known))
-
 
 COMPLETED_AT = PlacementQuery._fields.index("adapter")
+"""Where the fields of the fleet begin. They replace those of the item's query in their order: `_replace` takes three
+times as long."""

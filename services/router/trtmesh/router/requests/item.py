@@ -40,6 +40,7 @@ from trtmesh.router.requests.encoding import (
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.placer import Placer, too_many_losses
 from trtmesh.router.streams.sequence import Charge, Delivery, End, SequenceRun, SequenceTimes
+from trtmesh.router.tracing import ItemTrace
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import receipt_pb2 as receipt_pb
@@ -96,8 +97,7 @@ class ItemRun:
         """From the request's arrival to the first dispatch; None before."""
         self.over_ns = 0
         """Monotonic time of a complete item's end."""
-        self.stage = ""
-        self._enter("admit")
+        self.stage = "admit"
         self._worker: Worker | None = None
 
     async def run(self) -> None:
@@ -124,18 +124,13 @@ class ItemRun:
             if not self._over:
                 self._abandon()
 
-    def _enter(self, stage: str) -> None:
-        self.stage = stage
-        if self._trace is not None:
-            self._trace.enters(stage)
-
     async def _admit(self) -> None:
         if self._stop_asked:
             raise asyncio.CancelledError
         await self._permit.admitted(self._item.config.priority)
 
     async def _encode(self) -> None:
-        self._enter("encode")
+        self.stage = "encode"
         loop, context = self._loop, self._context
         began = loop.time()
         try:
@@ -154,7 +149,7 @@ class ItemRun:
     async def _open(self) -> None:
         """Waits for a sibling with the same prefix, then opens sequences resumed from another router, or from the state
         of a first half."""
-        self._enter("place")
+        self.stage = "place"
         received = self._context.received.longest(self._item.batch_index) if self._resumed else 0
         # Before received tokens are given to a tokenizer.
         await self._placer.prepare(self._encoded, received)
@@ -168,11 +163,11 @@ class ItemRun:
         while self._needs_worker and self._error is None:
             news = self._news = self._loop.create_future()
             if self._context.pace.paused:
-                self._enter("paused")
+                self.stage = "paused"
                 self._placer.drop_promise()
                 await news
                 continue
-            self._enter("place")
+            self.stage = "place"
             await self._turn()
             # Everything may have changed meanwhile.
             waiting = self._waiting
@@ -211,7 +206,7 @@ class ItemRun:
         lacking = [worker for worker in workers if not worker.adapters.holds(adapter.identity)]
         if adapter.version is None or not lacking:
             return True
-        self._enter("load")
+        self.stage = "load"
         self._delivered = True
         loading = until_all_end(*(self._load(worker, adapter) for worker in lacking))
         try:
@@ -259,7 +254,7 @@ class ItemRun:
 
     async def _generate(self) -> None:
         """Waits until all sequences ended, or any failed or needs another worker."""
-        self._enter("generate" if self._runs else "reserve")
+        self.stage = "generate" if self._runs else "reserve"
         while not (self._over or self._settled or self._needs_worker or self._error is not None):
             self._news = self._loop.create_future()
             await self._news
@@ -300,7 +295,7 @@ class ItemRun:
         if (recorder := self._mesh.recorder) is not None:
             error = self._events.error
             recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
-        self._enter("over")
+        self.stage = "over"
         if self._trace is not None:
             events, usage = self._events, self.usage()
             self._trace.over(self._runs, usage, events.reason, events.error, self.queue_seconds)
@@ -720,3 +715,18 @@ class ItemRun:
             # Resumed output ends at the last received token.
             self.open_sequences()
         self._events.ended_early(self._runs, reason, self.usage())
+
+
+class TracedItemRun(ItemRun):
+    """An item whose trace is told each stage. All others are spared a call for each."""
+
+    _trace: ItemTrace
+
+    @property
+    def stage(self) -> str:
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: str) -> None:
+        self._stage = stage
+        self._trace.enters(stage)

@@ -39,7 +39,7 @@ class ItemEvents:
         self._request_id, self._trace_id = context.request_id, context.trace_id
         self._client = context.client
         self._metrics = context.mesh.metrics
-        self._of_model = self._metrics.of(context.model)
+        self._of_model = self._metrics.models[context.model]
         self.error = ""
         """Reason word of the failure."""
         self.reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED

@@ -16,7 +16,7 @@ from trtmesh.router.admission import Account, Permit
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import CHAT, TEXT_COMPLETION
 from trtmesh.router.requests.context import Mesh, RequestContext
-from trtmesh.router.requests.item import ItemRun
+from trtmesh.router.requests.item import ItemRun, TracedItemRun
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.siblings import Siblings
 from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Credit, Pace
@@ -72,9 +72,9 @@ class LiveRequest:
         self._paused = paused
         self.context = RequestContext(
             mesh=mesh,
-            latencies=mesh.metrics.of(admitted.model).of(
+            latencies=mesh.metrics.models[admitted.model].latencies[
                 CHAT if request.is_chat else TEXT_COMPLETION
-            ),
+            ],
             request_id=request.request_id,
             model=admitted.model,
             drawn_seed=seed,
@@ -116,7 +116,8 @@ class LiveRequest:
     def begin_next(self, on_over: Callable[[], None]) -> ItemRun:
         """The next item, to be run."""
         requested, permit = self.waiting.popleft()
-        item = ItemRun(self.context, requested, permit, on_over)
+        run = ItemRun if self.context.trace is None else TracedItemRun
+        item = run(self.context, requested, permit, on_over)
         self.items.append(item)
         if requested.batch_index in self._stopped:
             item.stop()

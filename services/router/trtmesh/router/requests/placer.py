@@ -267,7 +267,7 @@ class Placer:
 
     def submit_copy(self, leg: Leg, encoded: EncodedItem, copy: SecondCopy) -> None:
         """Submits a second copy of a sequence. Raises TrtmeshError, and releases the leg."""
-        traced = self._traced(leg, [copy])
+        traced = None if self._trace is None else self._traced(self._trace, leg, [copy])
         try:
             dispatch(leg, self._context, self._item, encoded, [copy], trace=traced)
         except TrtmeshError:
@@ -342,17 +342,16 @@ class Placer:
         self, leg: Leg, encoded: EncodedItem, runs: Sequence[SequenceRun], lease: Lease
     ) -> None:
         """Submits sequences to the worker of a leg. Raises TrtmeshError."""
-        traced = self._traced(leg, runs)
+        traced = None if self._trace is None else self._traced(self._trace, leg, runs)
         dispatch(leg, self._context, self._item, encoded, runs, lease, traced)
         if self._trace is not None and traced is not None:
             self._trace.began(traced, by_handoff=bool(lease.receiver or lease.state))
         self.dispatched(leg)
 
-    def _traced(self, leg: Leg, runs: Sequence[Held]) -> LegTrace | None:
-        if self._trace is None:
-            return None
+    @staticmethod
+    def _traced(trace: ItemTrace, leg: Leg, runs: Sequence[Held]) -> LegTrace:
         tokens = {run.sequence_index: len(run.token_ids) for run in runs}
-        return self._trace.leg(leg.worker.name, tokens)
+        return trace.leg(leg.worker.name, tokens)
 
     def dispatched(self, leg: Leg) -> None:
         """Notes the worker's identity for later placements, and the booking for siblings."""
