@@ -31,9 +31,10 @@ def put_in_form(item: router_pb.GenerateItem, seed: int) -> None:
     """Gives an item the form in which receipts know it: with its seed, and without what says nothing."""
     config = item.config
     config.sampling.seed = seed
-    config.output.ClearField("receipt")
-    if not config.output.ByteSize():
-        config.ClearField("output")
+    if config.HasField("output"):
+        config.output.ClearField("receipt")
+        if not config.output.ByteSize():
+            config.ClearField("output")
     if item.prompt.add_special_tokens:
         item.prompt.ClearField("add_special_tokens")
 
@@ -61,8 +62,9 @@ def marks(token_ids: Sequence[int], every: int) -> bytes:
     """A byte for each `every` ids: their sum, modulo a prime. A rest has none."""
     if every == 1:
         return bytes([token % MODULUS for token in token_ids])
-    whole = len(token_ids) - every + 1
-    return bytes([sum(token_ids[at : at + every]) % MODULUS for at in range(0, whole, every)])
+    # Groups of so many ids, made without a slice for each.
+    groups = zip(*[iter(token_ids)] * every, strict=False)
+    return bytes([total % MODULUS for total in map(sum, groups)])
 
 
 def ids_digest(token_ids: Sequence[int]) -> bytes:
@@ -95,7 +97,8 @@ class Key:
     """Signs receipts, and recognises its own."""
 
     def __init__(self, content: bytes) -> None:
-        self._content = content
+        # Keyed once: to look the algorithm up by its name takes as long as to sign.
+        self._signing = hmac.new(content, digestmod="sha256")
         self.id = sha256(content).digest()[:4]
 
     @classmethod
@@ -116,7 +119,9 @@ class Key:
         return cls(content)
 
     def sign(self, receipt: bytes) -> bytes:
-        return hmac.digest(self._content, receipt, "sha256")
+        signing = self._signing.copy()
+        signing.update(receipt)
+        return signing.digest()
 
     def signed(self, signed: receipt_pb.SignedReceipt) -> bool:
         """Whether this key signed the receipt as it is."""

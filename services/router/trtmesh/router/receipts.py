@@ -10,6 +10,7 @@ import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
@@ -27,6 +28,7 @@ from trtmesh.chassis.receipts import (
 from trtmesh.chassis.settings import Settings
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.fleet.worker_capabilities import WorkerCapabilities
 from trtmesh.router.line_file import LineFile
 from trtmesh.router.placement import Capability
 from trtmesh.router.streams.sequence import SequenceRun
@@ -66,13 +68,45 @@ RECEIPTS = "receipts"
 """The content of the file, in metrics."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Taker:
     """A worker that went on with some sequences of an item, or all."""
 
     worker: Worker
+    capabilities: WorkerCapabilities
+    """Those of then: a worker may come back as another."""
     from_tokens: Mapping[int, int]
     """Tokens that each of these sequences had."""
+    all_tokens: Sequence[int]
+    """Tokens that each sequence of the item had."""
+    by_handoff: bool = False
+
+    def tell(self, receipt: receipt_pb.Receipt) -> None:
+        """Adds itself to the workers of a receipt."""
+        able = self.capabilities
+        computation = tuple(able.computation.items())
+        model, settings = _digests(able.identity.model_fingerprint, computation)
+        receipt.workers.add(
+            worker=self.worker.name,
+            from_tokens=self.all_tokens,
+            model_digest=model,
+            settings_digest=settings,
+            exact=Capability.EXACT_RESUMPTION in able.optional,
+            by_handoff=self.by_handoff,
+        )
+
+
+@lru_cache(maxsize=1024)
+def _digests(
+    model_fingerprint: str, computation: tuple[tuple[str, str], ...]
+) -> tuple[bytes, bytes]:
+    """The digests of a worker's model and settings: equal for all of its items, so made once."""
+    return digest(model_fingerprint.encode()), digest(repr(sorted(computation)).encode())
+
+
+@lru_cache(maxsize=1024)
+def _tokenizer_digest(fingerprint: str) -> bytes:
+    return digest(fingerprint.encode())
 
 
 class Receipts:
@@ -86,7 +120,9 @@ class Receipts:
             mode = 0o600 if settings.requests else 0o666
             self.file = LineFile(settings.file, "router.receipts.file", RECEIPTS, mode=mode)
         self._keeps_requests = settings.requests
-        self._key = settings.key_file and Key.read(settings.key_file, "router.receipts.key_file")
+        self._key: Key | None = None
+        if settings.key_file is not None:
+            self._key = Key.read(settings.key_file, "router.receipts.key_file")
         self._release = version("trtmesh")
 
     def begin(
@@ -99,11 +135,10 @@ class Receipts:
 
     def signed(self, receipt: receipt_pb.Receipt) -> receipt_pb.SignedReceipt:
         receipt.release = self._release
-        content = receipt.SerializeToString()
-        signed = receipt_pb.SignedReceipt(receipt=content)
-        if self._key:
-            signed.signature, signed.key_id = self._key.sign(content), self._key.id
-        return signed
+        content, key = receipt.SerializeToString(), self._key
+        if key is None:
+            return receipt_pb.SignedReceipt(receipt=content)
+        return receipt_pb.SignedReceipt(receipt=content, signature=key.sign(content), key_id=key.id)
 
     def repeated(
         self,
@@ -117,7 +152,7 @@ class Receipts:
         again.ended_unix_ms = int(time.time() * 1000)
         for field in ("workers", "sequences", "cached_prompt_tokens"):
             again.ClearField(field)
-        again.workers.append(_span(worker, [0] * len(outputs)))
+        Taker(worker, worker.capabilities, {}, [0] * len(outputs)).tell(again)
         again.sequences.extend(of_sequence(ids, reason) for ids, reason in outputs)
         signed = self.signed(again)
         if self.file:
@@ -149,17 +184,6 @@ def encoded(signed: receipt_pb.SignedReceipt) -> str:
     return b64encode(signed.SerializeToString()).decode()
 
 
-def _span(worker: Worker, from_tokens: Sequence[int]) -> receipt_pb.WorkerSpan:
-    capabilities = worker.capabilities
-    return receipt_pb.WorkerSpan(
-        worker=worker.name,
-        from_tokens=from_tokens,
-        model_digest=digest(capabilities.identity.model_fingerprint.encode()),
-        settings_digest=digest(repr(sorted(capabilities.computation.items())).encode()),
-        exact=Capability.EXACT_RESUMPTION in capabilities.optional,
-    )
-
-
 class ItemReceipt:
     """The receipt of a live item."""
 
@@ -167,15 +191,11 @@ class ItemReceipt:
         self, receipts: Receipts, request_id: str, model: str, item: ItemRequest, seed: int
     ) -> None:
         self._receipts = receipts
+        self._request_id, self._model = request_id, model
         self._item = item
-        draws = item.batch_index if item.draw_index is None else item.draw_index
-        self._receipt = receipt_pb.Receipt(
-            request_id=request_id,
-            batch_index=item.batch_index,
-            draw_index=draws,
-            seed=seed,
-            model=model,
-        )
+        self._seed = seed
+        self.content = receipt_pb.Receipt()
+        """What it says, complete after `end`."""
         self.signed: receipt_pb.SignedReceipt | None = None
         """Set at the end."""
         self.prompt_tokens = 0
@@ -191,44 +211,47 @@ class ItemReceipt:
         by_handoff: bool,
     ) -> None:
         """Notes a worker that goes on with the item: with the `taken` sequences of all `runs`."""
-        spans = self._receipt.workers
-        if len(spans) == MOST_SPANS:
-            del spans[0], self.takers[0]
-        span = _span(worker, [len(run.token_ids) for run in runs])
-        span.by_handoff = by_handoff
-        spans.append(span)
+        if len(self.takers) == MOST_SPANS:
+            del self.takers[0]
         begun = {run.sequence_index: len(run.token_ids) for run in taken}
-        self.takers.append(Taker(worker, begun))
-        fingerprint = worker.capabilities.identity.tokenizer_fingerprint
-        self._receipt.tokenizer_digest = digest(fingerprint.encode())
+        tokens = [len(run.token_ids) for run in runs]
+        self.takers.append(Taker(worker, worker.capabilities, begun, tokens, by_handoff))
 
     def end(
         self, runs: Sequence[SequenceRun], prompt_ids: Sequence[int], adapter: Adapter | None
     ) -> receipt_pb.SignedReceipt | None:
         """Returns the receipt of an item that is over, and writes it, both once. None if no worker took the item."""
-        receipt = self._receipt
-        if self.signed is not None or not receipt.workers:
+        if self.signed is not None or not self.takers:
             return self.signed
-        item = serialized(self._sent(adapter))
-        receipt.item_digest, receipt.prompt_digest = digest(item), prompt_digest(prompt_ids)
-        receipt.ended_unix_ms = int(time.time() * 1000)
+        item, sent = self._item, serialized(self._sent(adapter))
         self.prompt_tokens = len(prompt_ids)
         endings = [run.ending for run in runs if run.ending is not None]
-        receipt.cached_prompt_tokens = max((e.cached_prompt_tokens for e in endings), default=0)
+        receipt = self.content = receipt_pb.Receipt(
+            request_id=self._request_id,
+            batch_index=item.batch_index,
+            draw_index=item.batch_index if item.draw_index is None else item.draw_index,
+            seed=self._seed,
+            model=self._model,
+            item_digest=digest(sent),
+            prompt_digest=prompt_digest(prompt_ids),
+            ended_unix_ms=int(time.time() * 1000),
+            cached_prompt_tokens=max((e.cached_prompt_tokens for e in endings), default=0),
+            tokenizer_digest=_tokenizer_digest(
+                self.takers[-1].capabilities.identity.tokenizer_fingerprint
+            ),
+        )
         if adapter is not None:
             receipt.adapter_digest = digest(adapter.version.encode())
-        if self._item.message.HasField("guided_decoding"):
-            guide = self._item.message.guided_decoding
+        if item.message.HasField("guided_decoding"):
+            guide = item.message.guided_decoding
             receipt.guide_digest = digest(guide.SerializeToString(deterministic=True))
-        receipt.sequences.extend(of_sequence(run.token_ids, run.reason) for run in runs)
+        for taker in self.takers:
+            taker.tell(receipt)
+        for run in runs:
+            receipt.sequences.append(of_sequence(run.token_ids, run.reason))
         self.signed = self._receipts.signed(receipt)
-        self._receipts.write(self.signed, item, runs)
+        self._receipts.write(self.signed, sent, runs)
         return self.signed
-
-    @property
-    def content(self) -> receipt_pb.Receipt:
-        """What it says, complete after `end`."""
-        return self._receipt
 
     @property
     def is_asked(self) -> bool:
@@ -242,7 +265,7 @@ class ItemReceipt:
         sent.config.CopyFrom(
             item.message if adapter is None else versioned_config(item.message, adapter)
         )
-        put_in_form(sent, self._receipt.seed)
+        put_in_form(sent, self._seed)
         if item.chat is not None:
             sent.chat.CopyFrom(item.chat)
         elif item.prompt.text is not None:
