@@ -349,14 +349,47 @@ class TestRunning:
             await run.end(2)
             assert run.tokens[1] + run.tokens[2] == expected
 
-    @pytest.mark.parametrize("case", ["waiting", "sibling", "leased"])
-    async def test_other_sequences_fail_to_be_handed_over(self, case: str) -> None:
-        keys = (1, 2) if case == "sibling" else (1,)
-        lease = "other" if case == "leased" else ""
-        async with running(prefill_tokens_per_step=1 if case != "sibling" else 100) as run:
-            run.backend.submit(item(keys=keys, prompt=PROMPT, sender_lease_id=lease, max_tokens=99))
-            if case == "sibling":
-                await run.until(lambda: run.tokens.get(1))
+    @pytest.mark.parametrize("key", [1, 2])
+    async def test_one_of_several_sequences_is_handed_over(self, key: int) -> None:
+        async with running() as sender, running() as receiver, running() as oracle:
+            expected: dict[int, list[int]] = {}
+            for run in (oracle, sender):
+                run.backend.submit(item(keys=(1, 2, 3), prompt=PROMPT, max_tokens=400))
+                if run is oracle:
+                    for each in (1, 2, 3):
+                        await run.end(each)
+                    expected = dict(run.tokens)
+            await sender.until(lambda: all(sender.tokens.get(each) for each in (1, 2, 3)))
+            sender.backend.hand_over(key, "L")
+            handed = await news(sender, HandedOver)
+            offered = await news(sender, Offered)
+            reserved = await reserve(receiver, offered.tokens)
+            transfer(sender, receiver, offered, reserved)
+            sender.backend.drop("L")
+            assert handed.emitted_tokens == len(sender.tokens[key])
+            receiver.backend.submit(
+                item(
+                    9,
+                    400,
+                    prompt=PROMPT,
+                    emitted=tuple(sender.tokens[key]),
+                    receiver_lease_id="L",
+                    sequence_index=key - 1,
+                )
+            )
+            receiver.backend.adopt("L")
+            await receiver.end(9)
+            for each in {1, 2, 3} - {key}:
+                await sender.end(each)
+            sender.tokens[key] += receiver.tokens[9]
+            assert dict(sender.tokens) == expected
+            assert_clean(sender)
+
+    @pytest.mark.parametrize("lease", ["", "other"])
+    async def test_other_sequences_fail_to_be_handed_over(self, lease: str) -> None:
+        """One that waits, and one that is handed over already."""
+        async with running(prefill_tokens_per_step=1) as run:
+            run.backend.submit(item(1, 99, prompt=PROMPT, sender_lease_id=lease))
             run.backend.hand_over(1, "L")
             assert isinstance((await run.end(1)).error, HandoffFailed)
 

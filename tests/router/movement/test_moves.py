@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import pytest_asyncio
 from router.handoff_fleet import PROMPT, Workers, workers
 from router.scripted import PATIENCE_SECONDS, eventually
+from trtmesh.router.handoffs.live_handoff import LiveHandoff
 from trtmesh.router.movement import movement, streams
 from trtmesh.router.movement.streams import Scene
 from trtmesh.router.requests.item import ItemRun
@@ -31,15 +33,19 @@ async def learned(on: Workers) -> None:
     await eventually(lambda: fleet.typical("simulated").new_tokens > TOKENS / 2)
 
 
-async def crowded(on: Workers, **options: Any) -> list[asyncio.Task[Any]]:
+async def crowded(
+    on: Workers, prompts: Sequence[Any] = PROMPTS, **options: Any
+) -> list[asyncio.Task[Any]]:
     """Runs all streams on one worker, then brings the other back."""
+    count = len(prompts) * options.get("num_return_sequences", 1)
     await learned(on)
     first, *others = on.engines
     for other in others:
         await on.client.admin.drain_worker(other, finish_seconds=0)
-    asked = [on.ask(prompt, max_tokens=TOKENS, **options) for prompt in PROMPTS]
-    await eventually(lambda: on.load(first).running_sequences == STREAMS)
-    await eventually(lambda: on.load(first).generated_tokens > 5 * STREAMS)
+    before = on.load(first).generated_tokens
+    asked = [on.ask(prompt, max_tokens=TOKENS, **options) for prompt in prompts]
+    await eventually(lambda: on.load(first).running_sequences == count)
+    await eventually(lambda: on.load(first).generated_tokens > before + 5 * count)
     for other in others:
         await on.client.admin.resume_worker(other)
     return asked
@@ -67,9 +73,9 @@ async def moved_or_over(on: Workers, moves: Sequence[admin_pb.StreamMove]) -> No
     assert 0 < moved == on.moved(cause="rebalance")
 
 
-async def undisturbed(**options: Any) -> list[Any]:
+async def undisturbed(prompts: Sequence[Any] = PROMPTS, **options: Any) -> list[Any]:
     async with workers("mixed", timing={"step_ms": 0.0}) as on:
-        return await tokens_of([on.ask(p, max_tokens=TOKENS, **options) for p in PROMPTS])
+        return await tokens_of([on.ask(p, max_tokens=TOKENS, **options) for p in prompts])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -97,6 +103,32 @@ async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells(whole: list
         explained = await on.client.admin.explain(moves[0].request_id)
         assert [each.cause for each in explained.placements] == ["first", "rebalance"]
         assert await tokens_of(asked) == whole
+        await on.quiet()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"]
+)
+async def test_sequences_of_an_item_move_with_their_prompt_once(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, prompts = options | {"num_return_sequences": 2}, PROMPTS[:3]
+    present, note = list[int](), LiveHandoff.on_reserved
+
+    def noted(handoff: LiveHandoff, present_tokens: int) -> None:
+        present.append(present_tokens)
+        note(handoff, present_tokens)
+
+    monkeypatch.setattr(LiveHandoff, "on_reserved", noted)
+    async with workers("mixed", "mixed", **SMALL_POOL) as on:
+        asked = await crowded(on, prompts, **options)
+        moves = await planned(on, dry_run=False)
+        assert {*Counter(move.request_id for move in moves).values()} == {2}
+        assert {move.sequence_index for move in moves} == {0, 1}
+        await moved_or_over(on, moves)
+        # The second finds the prompt of the first at the receiver.
+        assert present == [0, len(prompts[0])] * (len(moves) // 2)
+        assert await tokens_of(asked) == await undisturbed(prompts, **options)
         await on.quiet()
 
 
@@ -228,7 +260,7 @@ async def test_worker_is_empty_before_it_is_gone(whole: list[Any]) -> None:
 
 
 async def test_what_cannot_move_with_its_kv_leaves_at_the_end_of_the_time() -> None:
-    async with workers("mixed", "mixed") as on:
+    async with workers("mixed", "mixed", by_state=True) as on:
         options: dict[str, Any] = {"num_return_sequences": 2, "temperature": 0.9, "seed": 5}
         first, second = on.engines
         await on.client.admin.drain_worker(second, finish_seconds=0)

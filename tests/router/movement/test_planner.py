@@ -120,6 +120,38 @@ def test_sequences_of_an_adapter_are_gathered_where_its_rank_costs_already() -> 
     assert evened(elsewhere, [*few, *others, *many], most=20) == []
 
 
+def item_of(first: Stream, count: int, shared: int) -> list[Stream]:
+    """The sequences of an item, with a prompt of so many tokens."""
+    of_item = replace(first, item=first.number, shared_tokens=shared)
+    return [replace(of_item, number=first.number + 100 * n) for n in range(count)]
+
+
+def test_sequences_of_an_item_move_together_and_their_prompt_once() -> None:
+    fleet = sites(8, 0)
+    running = [each for first in streams("a", 4) for each in item_of(first, 2, 80)]
+    moves = evened(fleet, running, most=20)
+    assert moves
+    assert all(len({each.item for each in move.streams}) == 1 for move in moves)
+    assert all(len(move.streams) == 2 for move in moves)
+    # 160 tokens and a handoff, then 80 and another one.
+    assert moves[0].cost_seconds == pytest.approx(2 * 0.01 + (160 + 80) * 1e-6)
+    stays = [replace(each, may_move=each.number >= 100_000) for each in running]
+    assert evened(fleet, stays, most=20) == []
+    sample = [replace(site, stands_for=2) for site in fleet]
+    assert evened(sample, running, most=20) == []
+
+
+def test_item_needs_room_for_its_prompt_once_and_makes_as_much() -> None:
+    full, other = sites(4, 0)
+    full, other = replace(full, used_blocks=990), replace(other, used_blocks=0, total_blocks=160)
+    # 100 blocks of a prompt, and 20 for each of the sequences.
+    item = item_of(Stream(1, "a", tokens=1640, remaining=280, may_move=True), 3, 1600)
+    (move,) = roomy([full, other], item, 16 * 110, "a")
+    assert len(move.streams) == 3
+    assert roomy([full, replace(other, total_blocks=159)], item, 16 * 110, "a") == []
+    assert roomy([full, other], item, 16 * 130, "a") == []
+
+
 def test_room_is_made_by_the_fewest_moves_and_not_where_there_is_some() -> None:
     full = sites(2, 2, 2, blocks=450)
     held = [

@@ -60,15 +60,15 @@ async def test_a_drained_worker_hands_its_sequences_over() -> None:
         await on.quiet()
 
 
-async def test_several_sequences_of_an_item_leave_a_drained_worker_without_their_kv() -> None:
+async def test_several_sequences_of_an_item_leave_a_drained_worker_one_after_the_other() -> None:
     options: dict[str, Any] = {"num_return_sequences": 2, "temperature": 0.9, "seed": 5}
     async with workers("mixed", "mixed") as on:
-        asked = on.ask(PROMPT, max_tokens=300, **options)
+        asked = on.ask(PROMPT, max_tokens=3000, **options)
         name = await running(on)
         drained = await on.client.admin.drain_worker(name, finish_seconds=0)
         assert (drained.moved_sequences, drained.left_sequences) == (2, 0)
-        assert on.handoffs() == 0
-        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=300, **options)
+        await eventually(lambda: on.handoffs(cause="drain", result="moved") == 2)
+        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=3000, **options)
         await on.quiet()
 
 

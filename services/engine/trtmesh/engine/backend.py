@@ -543,8 +543,8 @@ class HandsOverBlocks(Backend, Protocol):
 
     def hand_over(self, key: int, lease_id: str) -> None:
         """Ends a running sequence at its next token, and gives its blocks to the lease. Leads to Offered and
-        HandedOver, unless the sequence ends otherwise. A sequence that has not started, or a beam, fails with
-        HandoffFailed; so may one of several of its item."""
+        HandedOver, unless the sequence ends otherwise. One of several of its item leaves the others running. A
+        sequence that has not started, or a beam, fails with HandoffFailed."""
 
     def adopt(self, lease_id: str) -> None:
         """Gives the blocks of a receiver's lease, with the KV of its content, to the sequence that awaits them."""

@@ -242,7 +242,13 @@ class ItemHandoffs:
         # Nobody can fetch KV from the worker inside this process, which has no port.
         if sender is None or address == LOCAL or not self._keeps_kv(run, sender):
             return False
-        return sender.leases.moves >= MAX_MOVES or self._move(run, sender, cause)
+        return self.is_moving or sender.leases.moves >= MAX_MOVES or self._move(run, sender, cause)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a sequence moves now. Others of the item follow one by one, for they find the blocks of the prompt at
+        the receiver."""
+        return any(handoff.cause in MOVES for handoff in self._live)
 
     def may_move(self, run: SequenceRun) -> bool:
         """Whether a running sequence may leave its worker with its KV, and is not about to, nor has a second copy."""
@@ -271,12 +277,10 @@ class ItemHandoffs:
         return True
 
     def _keeps_kv(self, run: SequenceRun, sender: Worker) -> bool:
-        """Whether a running sequence may leave with the KV. A worker hands over no sequence submitted together with
-        others."""
+        """Whether a running sequence may leave with the KV."""
         if not (sender.capabilities.has_leases and self._placer.may_hand_over) or not run.token_ids:
             return False
-        is_alone = self._request.config.sequences == 1 or run.moved
-        return is_alone and not run.is_beam and not self._request.is_context_only
+        return not run.is_beam and not self._request.is_context_only
 
     def on_handed_over(self, run: SequenceRun, end: End) -> None:
         """Passes a sequence on to the receiver, or keeps the sequence for the return of the client."""

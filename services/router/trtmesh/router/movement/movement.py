@@ -83,13 +83,14 @@ class Movement:
         return told
 
     async def _begin(self, item: ItemRun, run: SequenceRun, move: Move) -> bool:
-        """Begins a move, after others of the worker; False if the stream is gone, or the receiver full."""
+        """Begins a move, after others of the worker and of the item; False if the stream is gone, or the receiver
+        full."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + STAY_SECONDS
         while (sender := self._fleet.workers.get(move.sender)) and loop.time() < ends_at:
             if run.assignment is None or run.address != move.sender:
                 return False
-            if sender.leases.moves < MAX_MOVES:
+            if sender.leases.moves < MAX_MOVES and not item.is_moving:
                 run.times.stays_until = loop.time() + STAY_SECONDS
                 return item.move_to(run, move.receiver)
             await asyncio.sleep(POLL_SECONDS)

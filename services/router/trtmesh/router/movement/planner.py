@@ -6,6 +6,8 @@ The cost of the fleet, by the rates that placement predicts with:
 
 A move takes `tokens * transfer + handoff`, and pays if the fleet's cost falls by PAYS times as much. So streams leave
 full pools, crowded workers and batches whose largest adapter is theirs alone; those of an adapter are weighed together.
+The streams of an item move together or not at all: they share the KV of their prompt, which one of them neither frees
+nor finds elsewhere.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ PAYS = 2.0
 MOST_SOURCES = MOST_TARGETS = 4
 """Workers that are weighed as either side of a move, so that a move is found as fast in any fleet."""
 MOST_ALONE, MOST_GROUPS = 8, 4
-"""Streams of a worker that are weighed alone, those with most to come, and groups, those of the largest rank."""
+"""Items of a worker that are weighed alone, those with most to come, and adapters, those of the largest rank."""
 MOST_GROUP = 8
 """Most streams of an adapter that move together."""
 MOST_LEAVING = 64
-"""Most streams that leave a worker for a prompt."""
+"""Most items that leave a worker for a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,10 @@ class Stream:
     rank: int = 0
     most_tokens: int = 0
     """Tokens at which its worker ends it at the latest, prompt included."""
+    item: int | None = None
+    """Equal for the streams of an item with several."""
+    shared_tokens: int = 0
+    """Leading tokens whose KV these have together."""
     may_move: bool = True
     """Whether it can leave with its KV, and did not lately."""
 
@@ -84,6 +90,10 @@ class Site:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.tokens_per_block) if self.tokens_per_block else 0
 
+    def own_blocks(self, tokens: int, shared: int) -> int:
+        """Blocks for so many tokens beside those of the leading ones that others have."""
+        return self.blocks(tokens) - (shared // self.tokens_per_block if shared else 0)
+
     @property
     def free_blocks(self) -> int:
         return self.total_blocks - self.used_blocks
@@ -118,7 +128,7 @@ class _Crew:
     remaining: int = 0
     ranks: Counter[int] = field(default_factory=Counter)
     alone: list[tuple[Stream, ...]] = field(default_factory=list)
-    """Streams that may move, those with most to come first."""
+    """The streams of each item that may move, those with most to come first."""
     groups: list[tuple[Stream, ...]] = field(default_factory=list)
     """All streams of an adapter that may move, those of the largest rank first."""
 
@@ -130,13 +140,18 @@ class _Crew:
 
     def order(self) -> None:
         """Orders what may move."""
-        movable = [(each,) for each in self.streams.values() if each.may_move]
-        self.alone = sorted(movable, key=lambda alone: -alone[0].remaining)
+        by_item: dict[int, list[Stream]] = {}
         by_adapter: dict[AdapterKey, list[Stream]] = {}
         for each in self.streams.values():
-            # A sample has not all streams of an adapter.
+            # A sample has not all streams of an item, nor of an adapter.
+            if each.item is not None and self.site.stands_for == 1:
+                by_item.setdefault(each.item, []).append(each)
             if each.adapter is not None and self.site.stands_for == 1:
                 by_adapter.setdefault(each.adapter, []).append(each)
+        single = [(each,) for each in self.streams.values() if each.item is None]
+        items = [*single, *map(tuple, by_item.values())]
+        movable = [item for item in items if all(each.may_move for each in item)]
+        self.alone = sorted(movable, key=lambda item: -_remaining(item))
         whole = [
             tuple(group)
             for group in by_adapter.values()
@@ -156,12 +171,16 @@ class _Crew:
         return step * remaining + sequences * pressure_of(max(0, blocks), site.total_blocks)
 
     def blocks(self, streams: Iterable[Stream]) -> int:
-        return sum(self.site.blocks(each.tokens) for each in streams)
+        own = self.site.own_blocks
+        return sum(own(each.tokens, shared) for each, shared in _with_shared(streams))
 
     def has_room(self, streams: Sequence[Stream]) -> bool:
         """Whether it takes streams, and what they have to come, without a queue."""
         site = self.site
-        wanted = sum(site.blocks(each.tokens + each.remaining) for each in streams)
+        wanted = sum(
+            site.own_blocks(each.tokens + each.remaining, shared)
+            for each, shared in _with_shared(streams)
+        )
         return (
             site.takes
             and site.sequences + len(streams) <= site.most_sequences
@@ -191,6 +210,15 @@ class _Crew:
 
 def _remaining(streams: Iterable[Stream]) -> int:
     return sum(each.remaining for each in streams)
+
+
+def _with_shared(streams: Iterable[Stream]) -> Iterator[tuple[Stream, int]]:
+    """Each stream with its leading tokens whose KV an earlier one has."""
+    seen = set[int]()
+    for each in streams:
+        yield each, each.shared_tokens if each.item in seen else 0
+        if each.item is not None:
+            seen.add(each.item)
 
 
 def _crews(sites: Sequence[Site], streams: Iterable[Stream]) -> dict[str, _Crew]:
@@ -230,12 +258,14 @@ def _weighed(crews: Mapping[str, _Crew]) -> Iterator[Move]:
     by_cost = sorted(crews.values(), key=lambda crew: costs[crew.site.address])
     for sender in by_cost[::-1][:MOST_SOURCES]:
         receivers = [each for each in by_cost[:MOST_TARGETS] if _fits(sender.site, each.site)]
-        for streams in [*sender.alone[:MOST_ALONE], *sender.groups[:MOST_GROUPS]]:
+        alone = [(each, "evens out load and KV") for each in sender.alone[:MOST_ALONE]]
+        gathered = "gathers the sequences of an adapter"
+        for streams, why in [*alone, *((each, gathered) for each in sender.groups[:MOST_GROUPS])]:
             able = [each for each in receivers if _stays(streams, sender, each)]
             saved = costs[sender.site.address] - sender.cost(drop=streams) if able else 0.0
             for receiver in able:
                 spent = receiver.cost(add=streams) - costs[receiver.site.address]
-                move = _move(streams, sender.site, receiver.site, saved - spent, _why(streams))
+                move = _move(streams, sender.site, receiver.site, saved - spent, why)
                 if move.pays:
                     yield move
 
@@ -248,12 +278,9 @@ def _stays(streams: Sequence[Stream], sender: _Crew, receiver: _Crew) -> bool:
     return stay > PAYS * receiver.site.move_seconds(longest) and receiver.has_room(streams)
 
 
-def _why(streams: Sequence[Stream]) -> str:
-    return "evens out load and KV" if len(streams) == 1 else "gathers the sequences of an adapter"
-
-
 def _move(streams: Sequence[Stream], sender: Site, receiver: Site, gain: float, why: str) -> Move:
-    cost = sum(receiver.move_seconds(each.tokens) for each in streams)
+    own = (each.tokens - shared for each, shared in _with_shared(streams))
+    cost = sum(map(receiver.move_seconds, own))
     return Move(tuple(streams), sender.address, receiver.address, cost, gain, why)
 
 
@@ -279,15 +306,14 @@ def _room_at(
     gain = _wait_seconds(home, lacking)
     others = [each for each in crews.values() if each.site.takes and _fits(host, each.site)]
     others.sort(key=lambda crew: -crew.site.free_blocks)
-    movable = [each for each in own if each.may_move]
-    for each in sorted(movable, key=lambda each: -each.tokens)[:MOST_LEAVING]:
-        able = [crew for crew in others[:MOST_TARGETS] if crew.has_room((each,))]
+    for item in sorted(home.alone, key=lambda item: -home.blocks(item))[:MOST_LEAVING]:
+        able = [crew for crew in others[:MOST_TARGETS] if crew.has_room(item)]
         if not able:
             continue
         receiver = max(able, key=lambda crew: crew.site.free_blocks)
-        moves.append(_move((each,), host, receiver.site, gain, f"makes room for {tokens} tokens"))
-        receiver.take((each,), home)
-        lacking -= host.blocks(each.tokens)
+        moves.append(_move(item, host, receiver.site, gain, f"makes room for {tokens} tokens"))
+        lacking -= home.blocks(item)
+        receiver.take(item, home)
         if lacking <= 0:
             break
     pays = gain >= PAYS * sum(move.cost_seconds for move in moves)
@@ -298,8 +324,10 @@ def _wait_seconds(crew: _Crew, lacking: int) -> float:
     """Time until streams that end leave so many blocks free."""
     site, ends = crew.site, 0
     step = site.base_seconds + site.sequences * site.sequence_seconds
-    for each in sorted(crew.streams.values(), key=lambda each: each.remaining):
-        ends, lacking = each.remaining, lacking - site.blocks(each.tokens) * site.stands_for
+    by_end = sorted(crew.streams.values(), key=lambda each: each.remaining)
+    for each, shared in _with_shared(by_end):
+        ends = each.remaining
+        lacking -= site.own_blocks(each.tokens, shared) * site.stands_for
         if lacking <= 0:
             break
     return step * ends

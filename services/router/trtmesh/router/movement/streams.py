@@ -101,5 +101,7 @@ def _stream(
         adapter=need.key if need else None,
         rank=use.rank if use else 0,
         most_tokens=min(worker.longest_sequence, item.prompt_tokens + run.most_tokens),
+        item=id(item) if len(item.sequences) > 1 else None,
+        shared_tokens=item.prompt_tokens,
         may_move=item.may_move(run) and now >= run.times.stays_until,
     )

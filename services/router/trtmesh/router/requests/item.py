@@ -678,6 +678,11 @@ class ItemRun:
         # A look begins none: an item without handoffs ends sooner.
         return (self._handoffs or self._no_handoffs()).may_move(run)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a sequence moves to another worker now."""
+        return self._handoffs is not None and self._handoffs.is_moving
+
     def move_to(self, run: SequenceRun, receiver: str) -> bool:
         """Begins to move a sequence with its KV to the worker at an address; False if it stays."""
         return not (self._stop_asked or self._over) and self._begun_handoffs().move_to(

@@ -222,8 +222,8 @@ class SimulatedEngine:
         sequence = self._ledger.live.get(key)
         if sequence is None:
             return
-        if not sequence.times.first_token_ns or not sequence.is_single or sequence.outgoing:
-            error = HandoffFailed("the sequence has not started, or is one of several of its item")
+        if not sequence.times.first_token_ns or sequence.outgoing:
+            error = HandoffFailed("the sequence has not started, or is handed over already")
             self._end(sequence, pb.FINISH_REASON_ERROR, error=error)
             return
         outgoing = Outgoing(lease_id, len(sequence.tokens), is_pinned=False)

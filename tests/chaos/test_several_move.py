@@ -1,0 +1,85 @@
+"""Items of several sequences move between real processes: all of their sequences, and no bit changes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from chaos.fragile import NAMES, SAMPLED, Fragile, contents, fragile_mesh
+from e2e.mesh import PATIENT, SIMULATED, eventually, scrape
+from trtmesh.client import ItemResult
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+POOL = (
+    *("--simulated-kv-cache-total-blocks", "200", "--simulated-kv-cache-tokens-per-block", "16"),
+    *("--simulated-timing-step-ms-per-sequence", "1"),
+)
+ENGINE = (*SIMULATED, *POOL)
+TOKENS = 600
+PROMPTS = ["def fibonacci(n):" * 12, "class Stack:" * 12]
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {"num_return_sequences": 2, "ignore_end_id": True},
+    "sampled": {**SAMPLED, "ignore_end_id": True},
+}
+CASES = ("rebalance greedy", "rebalance sampled", "drain sampled", "death sampled")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fragile() -> AsyncIterator[Fragile]:
+    async with fragile_mesh(ENGINE, router_flags=PATIENT) as found:
+        yield found
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_all_sequences_go_on_elsewhere(fragile: Fragile, case: str) -> None:
+    verb, kind = case.split()
+    options = {**KINDS[kind], "max_tokens": TOKENS}
+    mesh, (first, second) = fragile.mesh, NAMES
+    expected: list[ItemResult] = [*await mesh.client.complete(PROMPTS, **options)]
+    cause = "rebalance" if verb == "rebalance" else "drain"
+    before = await moved(fragile, cause)
+    await mesh.admin.drain_worker(second, finish_seconds=0)
+    reader = mesh.open(PROMPTS, **options)
+    await reader.until(lambda r: min(r.tokens(0), r.tokens(1)) > 20)
+    await mesh.admin.resume_worker(second)
+    await mesh.ready(len(NAMES))
+    if verb == "rebalance":
+
+        async def some_move() -> bool:
+            moves = (await mesh.admin.rebalance_workers()).moves
+            assert len(moves) % 2 == 0
+            return bool(moves)
+
+        await eventually(some_move)
+    elif verb == "drain":
+        drained = await mesh.admin.drain_worker(first, finish_seconds=0)
+        assert drained.left_sequences == 0
+    else:
+        moving = asyncio.create_task(mesh.admin.drain_worker(first, finish_seconds=0))
+        await eventually(lambda: has_some(fragile, cause, before))
+        fragile.engines[second].signal(signal.SIGKILL)
+        # With nobody else its sequences come back: they are computed again.
+        await mesh.admin.resume_worker(first)
+        await asyncio.gather(moving, return_exceptions=True)
+    found = [*await reader.result()]
+    assert contents(found) == contents(expected)
+    if verb != "death":
+        assert await moved(fragile, cause) >= before + 2
+    await mesh.admin.resume_worker(first)
+    await fragile.mend(*([second] if verb == "death" else []))
+    await fragile.check_nothing_is_left()
+
+
+async def moved(fragile: Fragile, cause: str) -> float:
+    """Sequences that went on elsewhere with their KV."""
+    samples = await scrape(fragile.mesh.router, cause=cause, result="moved")
+    return samples.get("trtmesh_router_handoffs_total", 0.0)
+
+
+async def has_some(fragile: Fragile, cause: str, before: float) -> bool:
+    return await moved(fragile, cause) > before
