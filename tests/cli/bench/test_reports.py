@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from trtmesh.tools.bench.slo import parse_slos
 HOSTILE = '<script>alert(1)</script>"\x1b[31m</svg>'
 
 
+@cache
 def sweep() -> tuple[Run, ...]:
     """Two concurrencies; in the second one answer fails with a hostile reason, and the server is disrupted."""
     slow = drawn(2, slower=1.5)
@@ -42,6 +44,7 @@ def sweep() -> tuple[Run, ...]:
     return drawn(1), Run(header, (*slow.answers, broken), end)
 
 
+@cache
 def report(*slos: str) -> Report:
     return report_of(sweep(), parse_slos(slos))
 
