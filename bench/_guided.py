@@ -187,9 +187,14 @@ class Lab:
     def compare(self, rows: int, rounds: int) -> dict[str, Any]:
         modes = {"plain": 0, "one schema": 1, "a schema each": rows}
         rates: dict[str, list[float]] = {mode: [] for mode in modes}
+        sat_out: dict[str, float] = {}
+        assert self._loaded.grammars
+        counts = self._loaded.grammars.counts
         for _ in range(rounds + 1):
             for mode, schemas in modes.items():
+                before = counts.late_masks
                 rates[mode].append(self._rate(rows, schemas))
+                sat_out[mode] = (counts.late_masks - before) / (rows * NEW_TOKENS)
         # The first round warms up.
         kept = {mode: found[1:] for mode, found in rates.items()}
         over = {
@@ -203,6 +208,8 @@ class Lab:
             "rows": rows,
             "plain_tokens_s": round(statistics.median(kept["plain"]), 1),
             "over_plain": over,
+            # Of the last round, for each token.
+            "sat_out": {mode: round(share, 3) for mode, share in sat_out.items() if share},
         }
 
     def _rate(self, rows: int, schemas: int) -> float:

@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 from engine.short_names import by_short_names
+from engine.torch.conftest import ModelDir
 from engine.torch.drafts.drafters import FixedLengths, Knowing
+from engine.torch.guided.guides import guided
+from engine.torch.guided.lateness import SomeLate
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from torch import Tensor
-from trtmesh.chassis.vocabulary import GenerationConfig
+from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding
 from trtmesh.engine.admission import admit
 from trtmesh.engine.backend import PromptDetails, StepOutput, Submission
 from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
 from trtmesh.engine.backends.torch.drafts import drafting
 from trtmesh.engine.backends.torch.drafts.drafter import Wish
 from trtmesh.engine.backends.torch.engine import Launched
+from trtmesh.engine.backends.torch.guided.grammars import Grammar
+from trtmesh.engine.backends.torch.guided.guidance import compiler_for
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.sampling.choice import LogitsChoice, TokenChoice
@@ -61,7 +66,13 @@ class Driver:
         self.ends: dict[int, int] = {}
         self.launched: deque[Launched] = deque()
 
-    def add(self, key: int, prompt: list[int], config: GenerationConfig) -> None:
+    def add(
+        self,
+        key: int,
+        prompt: list[int],
+        config: GenerationConfig,
+        grammar: Grammar | None = None,
+    ) -> None:
         item = Submission(
             keys=(key,),
             request_id="",
@@ -75,7 +86,10 @@ class Driver:
         lanes = [key, *(-100 * key - lane for lane in range(1, config.beam_search.beam_width))]
         rules = TokenRules(config, normalize_log_probs=False)
         self.tokens[key] = []
-        self.engine.add(item.keys, sequences_of(item, lanes, rule, rules))
+        sequences = sequences_of(item, lanes, rule, rules)
+        for sequence in sequences:
+            sequence.grammar = grammar
+        self.engine.add(item.keys, sequences)
 
     def launch(self) -> Launched:
         self.launched.append(self.engine.launch())
@@ -199,7 +213,8 @@ class Following:
         return self._compute.forward(batch, written)
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
-        pairs = zip(chunks, rows, strict=True)
+        # The tokens of the last chunks are known.
+        pairs = zip(chunks, rows, strict=False)
         self._hidden, self.may_follow = [(c.sequence, self._ids[row]) for c, row in pairs], False
         self.needless += sum(len(each.tokens) + 1 >= each.rule.limit for each, _ in self._hidden)
         self.followed += 1
@@ -208,6 +223,9 @@ class Following:
             raise RuntimeError("the device has no memory")
         with self._known():
             return self._compute.forward(self._compute.prepare(chunks))
+
+    def can_follow(self, chunk: Chunk) -> bool:
+        return chunk.completes and chunk.count == 1
 
     def awaits(self, sequences: SequenceOf[Continuation]) -> bool:
         if not any(each.token_rules.remembers for each in sequences):
@@ -297,6 +315,58 @@ def test_steps_of_unknown_tokens_give_the_same_tokens(
     assert bool(unknown.compute.opened) == (configs is not PLAIN) or pool is TIGHT
     reused = [driver.engine.scheduler.reused_prompt_tokens for driver in drivers]
     assert reused[0] == reused[1] or pool is TIGHT
+
+
+GUIDED = [
+    (guided("REGEX", "[a-z ]{150,}", max_tokens=30, temperature=1.4, seed=7), "[a-z ]{150,}"),
+    (PLAIN[1], None),
+    (guided("REGEX", "[a-z]*", max_tokens=17, repetition_penalty=1.3), "[a-z]*"),
+    (guided("REGEX", "(ab|cd){99}", max_tokens=21, prompt_log_probs=True), "(ab|cd){99}"),
+    (guided("REGEX", "[0-9]{99}", max_tokens=40, temperature=0.9, seed=9), "[0-9]{99}"),
+    (guided("REGEX", "[a-f]{9}", max_tokens=9, beam_width=3, temperature=None), "[a-f]{9}"),
+]
+"""With their expressions."""
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("pool", [AMPLE, TIGHT], ids=["ample", "tight"])
+@pytest.mark.parametrize("beams", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_sit_out_any_steps_get_the_same_tokens(
+    family: str, pool: dict[str, Any], seed: int, *, beams: bool, model_dir: ModelDir
+) -> None:
+    """And the same KV is found again. Mistral sees a window."""
+    model = model_dir(family)
+    items = GUIDED if beams else GUIDED[:-1]
+    compile_guide = compiler_for(model, tiny_models.VOCABULARY_SIZE, (0,), 8)
+    assert compile_guide
+    drivers = [Driver(model, 1, **pool), FollowingDriver(model, **pool), Driver(model, 2, **pool)]
+    late = [
+        SomeLate(driver.engine._masks, seed, all_may_be=driver.ahead > 1) for driver in drivers[1:]
+    ]
+    for driver, masks in zip(drivers[1:], late, strict=True):
+        driver.engine._masks = masks
+    prompts = tiny_models.prompts(len(items), seed=seed)
+    for driver in drivers:
+        for key, (prompt, (config, text)) in enumerate(zip(prompts, items, strict=True), start=1):
+            asked = GuidedDecoding(pb.GUIDE_TYPE_REGEX, text)
+            grammar = Grammar(compile_guide(asked)) if text else None
+            driver.add(key, prompt, config, grammar)
+        driver.run()
+        for key, prompt in enumerate(prompts, start=1):
+            driver.add(10 + key, (prompt + driver.tokens[key])[:MOST_AGAIN], LONGER)
+        driver.run()
+        assert driver.engine.scheduler.pending_prompt_tokens == 0
+    known, following, ahead = drivers
+    assert following.tokens == ahead.tokens == known.tokens
+    assert following.ends == ahead.ends == known.ends
+    assert [masks.counts.late_masks for masks in late] == [masks.sat_out for masks in late]
+    assert min(masks.sat_out for masks in late) > 5
+    assert isinstance(following, FollowingDriver)
+    # Two rows of five sit out each step: few are without.
+    assert beams or pool is TIGHT or following.compute.followed > 40
+    computed = {driver.engine.scheduler.computed_prompt_tokens for driver in drivers}
+    assert pool is TIGHT or len(computed) == 1
 
 
 def test_token_after_an_end_that_the_host_did_not_know_is_dropped(llama: Path) -> None:

@@ -26,6 +26,7 @@ from engine.torch.combinations import (
 )
 from engine.torch.conftest import ModelDir
 from engine.torch.drafts.drafters import AnyLengths, Knowing, draft
+from engine.torch.guided.lateness import SomeLate
 from engine.torch.handoff_lab import Workers, check_free, news_of, told, workers
 from engine.torch.harness import Harness, Stream, configure, running
 from oracle.adapters import ON, Adapted, load_all
@@ -235,6 +236,25 @@ async def test_drafts_on_both_sides_change_nothing(kind: str, llama: Path) -> No
             draft(side, Knowing({}, 0.5), AnyLengths(1))
         same(await handed_over(pair, item), expected)
         assert pair.other.backend.stats().draft_tokens
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32])
+@pytest.mark.parametrize("kind", ["sampled", "several"])
+async def test_guided_sequences_sit_out_on_both_sides(kind: str, length: int, llama: Path) -> None:
+    """The last token of the prompt is computed again, whether it fills a block or not."""
+    guide = GuidedDecoding(pb.GUIDE_TYPE_REGEX, "([a-z]{3} )*")
+    item = Item(PROMPT[:length], replace(CONFIGS[kind], guided_decoding=guide), 1)
+    options: dict[str, Any] = {"tokens_per_block": 16, "layers_per_part": 1}
+    async with running(llama, **EXACT, **options) as engine:
+        expected = await play_alone(engine, item)
+    async with workers(llama, EXACT | options, EXACT | options) as pair:
+        for seed, side in enumerate((pair.one, pair.other)):
+            engine = side.backend._loaded.engine
+            engine._masks = SomeLate(engine._masks, seed, 0.7, all_may_be=True)
+        for _ in range(3):
+            same(await handed_over(pair, item), expected)
+        assert pair.one.backend.stats().late_masks or kind == "several"
+        assert pair.other.backend.stats().late_masks
 
 
 async def test_half_precision(llama: Path) -> None:

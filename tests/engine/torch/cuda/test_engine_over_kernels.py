@@ -16,6 +16,7 @@ from engine.torch.cuda.interpreted import Interpreted, make_small, small_model
 from engine.torch.cuda.launches import recorded
 from engine.torch.drafts.drafters import SOURCES, AnyLengths, draft, drafting_of
 from engine.torch.guided.guides import guided
+from engine.torch.guided.lateness import SomeLate
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
 from oracle.adapters import ON, Adapted, load_all
@@ -110,11 +111,13 @@ async def test_tokens_and_launches(small: Path, monkeypatch: pytest.MonkeyPatch)
     assert launches[: 2 * NEW_TOKENS] == alone * 2
 
 
+@pytest.mark.parametrize("late", [None, 1, 2])
 async def test_steps_follow_those_of_rows_that_await_tokens(
-    small: Path, monkeypatch: pytest.MonkeyPatch
+    late: int | None, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guided rows, by kernels, and rows chosen by the host: their tokens are chosen in a step that was launched before
-    those of the step before were read. One ends under its guide, another where its bans and its guide allow nothing."""
+    those of the step before were read. One ends under its guide, another where its bans and its guide allow nothing.
+    Guided rows sit out any steps, and end no launch ahead."""
     vocabulary = Tokenizer.from_file(str(small / "tokenizer.json")).get_vocab()
     bans = tuple((vocabulary[text],) for text in ("b", "ab") if text in vocabulary)
     configs = [
@@ -147,9 +150,15 @@ async def test_steps_follow_those_of_rows_that_await_tokens(
     async with running(small, **options) as engine:
         expected = await run(engine)
     monkeypatch.setattr(loading, "_device", lambda _: OnCpu(torch.device("cpu")))
+    monkeypatch.setattr(loading, "_mask_threads", lambda _: 2)
     async with running(small, **options) as engine:
-        launches = recorded(engine.backend._loaded.engine._compute, ("forward", "follow"))
+        loaded = engine.backend._loaded.engine
+        if late is not None:
+            loaded._masks = SomeLate(loaded._masks, late)
+        launches = recorded(loaded._compute, ("forward", "follow"))
         found = await run(engine)
+        sat_out = engine.backend.stats().late_masks
+    assert late is None or sat_out > 0
     for one, other in zip(found, expected, strict=True):
         assert one[:3] == other[:3]
         assert one[3] == [pytest.approx(each, abs=1e-4) for each in other[3]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,23 +16,30 @@ import numpy as np
 import pytest
 from engine.torch.drafts.drafters import FixedLengths, Knowing, draft
 from engine.torch.guided.guides import guided
+from engine.torch.guided.lateness import Held
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from tokenizers import Tokenizer
 from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.engine.backends.torch import loading
 from trtmesh.engine.backends.torch.guided.grammars import (
     FIRST_SECONDS,
-    SHARERS,
+    Check,
     Grammar,
     Grammars,
     Guide,
     GuideCounts,
     Matcher,
 )
-from trtmesh.engine.backends.torch.guided.guidance import compiler_for, filling_together
+from trtmesh.engine.backends.torch.guided.guidance import compiler_for
 from trtmesh.engine.backends.torch.preparation import PartLease
 from trtmesh.engine.backends.torch.sampling import mask_time
-from trtmesh.engine.backends.torch.sampling.mask_time import STEP_SECONDS, MaskTime
+from trtmesh.engine.backends.torch.sampling.mask_time import (
+    STEP_SECONDS,
+    Masks,
+    MaskThreads,
+    MaskTime,
+)
 from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT = [9, 40, 41, 42, 9, 43]
@@ -44,7 +52,7 @@ class Row:
         self.key, self.took = key, seconds
         self.token_rules, self.tokens = SimpleNamespace(guided=True), list[int]()
         self.rule = SimpleNamespace(end_ids=())
-        self.guide, self.problem = self, ""
+        self.guide, self.problem, self.sat_out = self, "", 0
         self.seconds, self.last_seconds = 0.0, FIRST_SECONDS
 
     def makes(self, _tokens: Sequence[int], _end_ids: Iterable[int], _seconds: float) -> bool:
@@ -55,15 +63,12 @@ class Row:
 
 def steps(rows: Sequence[Any], count: int) -> list[tuple[set[int], float]]:
     """The rows with a mask in each step, and how long all masks of the step took."""
-    time, waiting, found = MaskTime(GuideCounts()), list[Any](), []
+    time, found = MaskTime(GuideCounts()), []
     for _ in range(count):
         before = sum(row.seconds for row in rows)
-        time.seconds_left = STEP_SECONDS
-        late = time.late([row for row in rows if row not in waiting])
-        waiting += [row for row in rows if row.key in late]
-        still = time.late_again(waiting)
-        waiting = [row for row in waiting if row.key in still]
-        made = {row.key for row in rows if row not in waiting}
+        time.begin_step()
+        late = time.late(rows)
+        made = {row.key for row in rows} - late
         found.append((made, sum(row.seconds for row in rows) - before))
     return found
 
@@ -81,50 +86,105 @@ def test_step_has_its_time_and_one_long_mask() -> None:
     assert len(set(turns[:16])) == 16
 
 
-def test_masks_made_together_are_those_made_alone(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Slow moments of the machine do not count.
-    monkeypatch.setattr(mask_time, "STEP_SECONDS", 60.0)
-    compile_guide = compiler_for(llama, tiny_models.VOCABULARY_SIZE, (0,), 8)
-    assert compile_guide
-    asked = GuidedDecoding(
-        pb.GUIDE_TYPE_JSON_SCHEMA, '{"type": "array", "items": {"type": "number"}}'
+def row_of(key: int, guide: Guide, tokens: Sequence[int] = ()) -> Any:
+    return SimpleNamespace(
+        key=key,
+        tokens=list(tokens),
+        rule=SimpleNamespace(end_ids=(0, 5)),
+        guide=guide,
+        history=True,
     )
-    grammar = Grammar(compile_guide(asked, lambda: None))
-    together, alone = ([Guide(grammar, 0) for _ in range(9)] for _ in range(2))
-    sequences: list[Any] = [
-        SimpleNamespace(
-            key=key,
-            token_rules=SimpleNamespace(guided=True),
-            tokens=list[int](),
-            rule=SimpleNamespace(end_ids=(0, 5)),
-            guide=guide,
-        )
-        for key, guide in enumerate(together)
-    ]
-    dice, counts, filled = Random(1), GuideCounts(), list[int]()
-    fill = filling_together(2)
 
-    def counted(places: Sequence[Matcher], rows: Any) -> None:
-        filled.append(len(places))
-        fill(places, rows)
 
-    time = MaskTime(counts, counted)
+def grammar_of(model: Path, kind: str, guide: str) -> Grammar:
+    compile_guide = compiler_for(model, tiny_models.VOCABULARY_SIZE, (0,), 8)
+    assert compile_guide
+    return Grammar(compile_guide(GuidedDecoding(pb.GuideType.Value(f"GUIDE_TYPE_{kind}"), guide)))
+
+
+def none_late(masks: Masks, rows: Sequence[Any]) -> None:
+    """However slow the machine."""
+    while masks.late(rows):
+        masks.begin_step()
+
+
+def test_masks_made_by_threads_are_those_made_alone(llama: Path) -> None:
+    numbers = '{"type": "array", "items": {"type": "number"}}'
+    grammar = grammar_of(llama, "JSON_SCHEMA", numbers)
+    rows, alone = ([row_of(key, Guide(grammar, 0)) for key in range(9)] for _ in range(2))
+    dice, masks = Random(1), MaskThreads(GuideCounts(), 3)
     for _ in range(30):
-        time.seconds_left = STEP_SECONDS
-        late = time.late(sequences)
-        for sequence, guide in zip(sequences, alone, strict=True):
-            guide.catch_up(sequence.tokens)
-            row = guide.mask((0, 5))
-            if sequence.key not in late:
-                assert (sequence.guide.mask((0, 5)) == row).all()
-                allowed = np.flatnonzero(np.unpackbits(row, bitorder="little"))
-                sequence.tokens.append(int(dice.choice(allowed)))
-                if sequence.tokens[-1] in (0, 5):
-                    sequence.tokens.pop()
-    assert sum(filled) > 90
-    assert counts.mask_seconds > 0
+        masks.begin_step()
+        masks.begin(rows[:5])
+        none_late(masks, rows)
+        for row, own in zip(rows, alone, strict=True):
+            own.guide.catch_up(row.tokens)
+            expected = own.guide.mask((0, 5))
+            assert row.guide.has_mask(row.tokens)
+            assert (row.guide.mask((0, 5)) == expected).all()
+            allowed = np.flatnonzero(np.unpackbits(expected, bitorder="little"))
+            token = int(dice.choice(allowed))
+            if token not in (0, 5):
+                row.tokens.append(token)
+    assert masks.counts.mask_seconds > 0
+    masks.close()
+
+
+def test_a_mask_that_takes_long_delays_no_other(llama: Path) -> None:
+    grammar, event = grammar_of(llama, "REGEX", "[a-z]*"), threading.Event()
+    held = Grammar(Held(grammar.start, event))
+    rows = [row_of(key, Guide(held if key == 3 else grammar, 0)) for key in range(6)]
+    masks = MaskThreads(GuideCounts(), 2)
+    for _ in range(5):
+        masks.begin_step()
+        assert eventually_late(masks, rows) == {3}
+        assert all(row.guide.has_mask(row.tokens) for row in rows if row.key != 3)
+        # What drafts would ask of it waits too.
+        assert not rows[3].guide.forced(rows[3].tokens)
+        allowed = np.unpackbits(rows[0].guide.mask((0, 5)), bitorder="little")
+        for row in rows:
+            row.tokens += [] if row.key == 3 else [int(np.flatnonzero(allowed)[-1])]
+    # Neither ready nor awaited, beside rows without a guide.
+    assert masks.late(rows[3:4], alone=False) == {3}
+    threading.Timer(0.05, event.set).start()
+    assert masks.late(rows[3:4]) == set()
+    assert rows[3].guide.has_mask(())
+    masks.close()
+
+
+def eventually_late(masks: MaskThreads, rows: Sequence[Any]) -> set[int]:
+    """However slow the machine: the rows whose masks are still not made once the others are."""
+    late = masks.late(rows)
+    while len(late) > 1:
+        late = masks.late(rows)
+    return late
+
+
+def test_masks_that_take_long_leave_threads_to_others(llama: Path) -> None:
+    grammar, event = grammar_of(llama, "REGEX", "[a-z]*"), threading.Event()
+    held = Grammar(Held(grammar.start, event))
+    rows = [row_of(key, Guide(held if key < 9 else grammar, 0)) for key in range(12)]
+    for row in rows[:9]:
+        row.guide.last_seconds = STEP_SECONDS
+    masks = MaskThreads(GuideCounts(), 2)
+    masks.begin_step()
+    late = masks.late(rows)
+    while len(late) > 9:
+        late = masks.late(rows)
+    assert late == set(range(9))
+    event.set()
+    none_late(masks, rows)
+    masks.close()
+
+
+def test_an_ended_sequence_has_no_mask(llama: Path) -> None:
+    masks = MaskThreads(GuideCounts(), 1)
+    row = row_of(1, Guide(grammar_of(llama, "REGEX", "[a-z]*"), 0), [40])
+    row.history = None
+    masks.begin_step()
+    assert masks.late([row]) == set()
+    assert not row.guide.has_mask(row.tokens)
+    masks.close()
 
 
 def test_a_grammar_has_automata_for_its_sequences(llama: Path) -> None:
@@ -141,19 +201,17 @@ def test_a_grammar_has_automata_for_its_sequences(llama: Path) -> None:
 
     grammar, _ = compiled(1)
     assert not grammar.further
-    same, lease = compiled(2 * SHARERS)
+    same, lease = compiled(2)
     assert same is grammar
     first = len(grammar.further)
     assert 1 <= first < 3
-    for _ in range(2 * SHARERS):
+    for _ in range(2):
         lease.give_back()
     compiled(1)
     assert len(grammar.further) == first
-    compiled(20 * SHARERS)
+    compiled(20)
     assert len(grammar.further) == 3
     assert grammars.counts.compiled == 4
-    starts: list[Any] = [grammar.begin() for _ in range(8)]
-    assert len({id(each.origin) for each in starts}) == 4
     guides = [Guide(grammar, 0) for _ in range(4)]
     (brace,) = Tokenizer.from_file(str(llama / "tokenizer.json")).encode("{").ids
     for tokens in ([], [brace]):
@@ -165,23 +223,24 @@ def test_a_grammar_has_automata_for_its_sequences(llama: Path) -> None:
     grammars.close()
 
 
-def test_failing_guides_are_left_to_the_choice() -> None:
+MAKERS = [MaskTime, lambda counts: MaskThreads(counts, 2)]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["alone", "threads"])
+def test_failing_guides_are_left_to_the_choice(make: Any, llama: Path) -> None:
     """Others have their masks at once."""
 
     class Failing(Guide):
-        def place(self, tokens: Sequence[int], seconds: float) -> Matcher | None:
+        def makes(self, tokens: Sequence[int], end_ids: Iterable[int], seconds: float) -> bool:
             raise RuntimeError("a fault")
 
-        makes: Any = place
-
-    rows: list[Any] = [Row(key, 1e-5) for key in range(8)]
-    for row in rows[::2]:
-        row.guide = Failing.__new__(Failing)
-        row.guide.seconds = row.guide.last_seconds = 0.0
-        row.guide.problem = ""
-    time = MaskTime(GuideCounts(), filling_together(2))
-    time.seconds_left = STEP_SECONDS
-    assert time.late(rows) == set()
+    grammar = grammar_of(llama, "REGEX", "[a-z]*")
+    rows = [row_of(key, (Failing if key % 2 else Guide)(grammar, 0)) for key in range(8)]
+    masks: Masks = make(GuideCounts())
+    masks.begin_step()
+    none_late(masks, rows)
+    assert [row.guide.has_mask(()) for row in rows] == [True, False] * 4
+    masks.close()
 
 
 class Ending:
@@ -206,33 +265,16 @@ class Ending:
         return self.problem
 
 
-def filled_one_by_one(places: Sequence[Matcher], rows: Any) -> None:
-    for place, row in zip(places, rows, strict=True):
-        place.fill(row)
-
-
 @pytest.mark.parametrize("accepted", [0, 1])
-@pytest.mark.parametrize("together", [None, filled_one_by_one])
-def test_guides_that_end_are_counted_once(together: Any, accepted: int) -> None:
-    sequences: list[Any] = []
-    for key in range(6):
-        guide = Guide(Grammar(Ending(accepted)), 0)
-        guide.last_seconds = 0.0
-        sequences.append(
-            SimpleNamespace(
-                key=key,
-                token_rules=SimpleNamespace(guided=True),
-                tokens=[5],
-                rule=SimpleNamespace(end_ids=(0,)),
-                guide=guide,
-            )
-        )
-    counts = GuideCounts()
-    time = MaskTime(counts, together)
-    time.seconds_left = STEP_SECONDS
-    assert time.late(sequences) == set()
-    assert [bool(each.guide.problem) for each in sequences] == [True] * 6
-    assert counts.not_followed == 6
+@pytest.mark.parametrize("make", MAKERS, ids=["alone", "threads"])
+def test_guides_that_end_are_counted_once(make: Any, accepted: int) -> None:
+    rows = [row_of(key, Guide(Grammar(Ending(accepted)), 0), [5]) for key in range(6)]
+    masks: Masks = make(GuideCounts())
+    masks.begin_step()
+    none_late(masks, rows)
+    assert [bool(row.guide.problem) for row in rows] == [True] * 6
+    assert masks.counts.not_followed == 6
+    masks.close()
 
 
 async def test_others_have_a_token_in_each_step(
@@ -293,3 +335,38 @@ async def test_only_late_rows_are_not_paused(
         config = guided("REGEX", "[a-z]{9,99}", max_tokens=8)
         await engine.run([PROMPT] * 3, config)
         assert engine.backend.stats().preemptions == 0
+
+
+async def test_a_row_whose_mask_takes_long_holds_up_no_other(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have all their tokens first; then it goes on, and each has the text that it has alone."""
+    texts = ["[a-z]{9,99}", "[0-9 ]*", "(ab|cde)*", "[a-f]*"]
+    configs = [
+        guided("REGEX", text, max_tokens=9 + n, temperature=1.2, seed=n)
+        for n, text in enumerate(texts)
+    ]
+    configs.append(configure(max_tokens=30, ignore_end_id=True))
+    async with running(llama) as engine:
+        expected = [(await engine.run([PROMPT], config))[0] for config in configs]
+    monkeypatch.setattr(loading, "_mask_threads", lambda _: 2)
+    async with running(llama) as engine:
+        found: Any = engine.backend._loaded.grammars
+        own, event = found._compile_guide, threading.Event()
+
+        def compile_guide(asked: GuidedDecoding, check: Check) -> Matcher:
+            matcher: Matcher = own(asked, check)
+            return Held(matcher, event) if asked.guide == texts[0] else matcher
+
+        found._compile_guide = compile_guide
+        keys = [engine.submit(PROMPT, config)[0] for config in configs]
+        streams = await engine.ended(keys[1:])
+        assert [stream.token_ids for stream in streams] == expected[1:]
+        assert not engine.streams[keys[0]].token_ids
+        event.set()
+        (stream,) = await engine.ended(keys[:1])
+        assert stream.token_ids == expected[0]
+        stats = engine.backend.stats()
+        assert stats.late_masks > 0
+        assert stats.guide_mask_seconds > 0
+    assert not any("masks-" in thread.name for thread in threading.enumerate())

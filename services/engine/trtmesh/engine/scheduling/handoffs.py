@@ -105,9 +105,12 @@ class BlockHandoffs(Generic[S]):
             self._offer(sequence, outgoing, first, outgoing.tokens)
         if outgoing.is_announced_from(chunk.start, rules.tokens_per_block):
             raise HandoffFailed("a part of the KV was announced before its computation failed")
-        if chunk.completes:
+        # A guided sequence that sits out computes its last token again.
+        is_guided = sequence.config.guided_decoding is not None
+        if chunk.completes and not is_guided:
             return sequence, outgoing, rules.blocks(outgoing.tokens)
-        return sequence, outgoing, (chunk.start + chunk.count) // rules.tokens_per_block
+        end = chunk.start + chunk.count - (chunk.completes and is_guided)
+        return sequence, outgoing, end // rules.tokens_per_block
 
     def announce(self, sending: Iterable[Sending[S]], layers: int | None = None) -> None:
         """Announces complete blocks once the first `layers` layers are written, by default all."""

@@ -243,32 +243,31 @@ class Scheduler(Generic[S]):
             return []
         self._admit(closed=closed)
         chunks = self._chunks()
-        while (
-            not chunks
-            and self.running
-            and not any(each.in_flight or each.is_late for each in self.running)
-        ):
+        while not chunks and self.running and not any(each.in_flight for each in self.running):
             # All wait for mates without room. The lowest rank fits alone and is reached in the end.
             self._preempt(self.running[-1])
             self._admit(closed=closed)
             chunks = self._chunks()
         return chunks
 
-    def next_chunks(self, sequences: SequenceOf[S]) -> list[Chunk[S]]:
-        """The chunks for the tokens after the last launch, without sequences about to reach their limit. Returns no
-        chunks where other sequences could join the step, or blocks are lacking."""
+    def next_chunks(self, sequences: SequenceOf[S], again: Collection[S] = ()) -> list[Chunk[S]]:
+        """The chunks for the tokens after the last launch, without sequences about to reach their limit, and then for
+        the last token of the sequences to compute `again`. Returns no chunks where other sequences could join the step,
+        or blocks are lacking."""
         living = [each for each in sequences if self.lives(each)]
+        again = [each for each in again if self.lives(each)]
         may_start = self.waiting_sequences and self.tables.free_slots and not self.lacks_blocks
-        if len(living) < len(self.running) or may_start:
+        if len(living) + len(again) < len(self.running) or may_start:
             return []
         going = [each for each in living if len(each.tokens) + 1 < each.rule.limit]
         size = self.rules.tokens_per_block
         growing = [each for each in going if len(each.tokens) + 1 > len(each.blocks) * size]
-        if growing and not self.pool.can_allocate(len(growing)):
+        if not going or (growing and not self.pool.can_allocate(len(growing))):
             return []
         for each in growing:
             self._append(each, self.pool.allocate(1))
-        return [Chunk(each, len(each.tokens), 1) for each in going]
+        chunks = [Chunk(each, len(each.tokens), 1) for each in going]
+        return chunks + [Chunk(each, len(each.tokens) - 1, 1) for each in again]
 
     def _chunks(self) -> list[Chunk[S]]:
         left = self.rules.max_step_tokens
@@ -307,13 +306,14 @@ class Scheduler(Generic[S]):
             del sequence.blocks[kept:]
             self.tables.put(sequence.slot, kept, [NULL_BLOCK] * len(surplus))
         self._count_new(sequence, len(sequence.blocks) - self.rules.blocks(chunk.known_end))
-        sequence.num_computed = max(chunk.known_end, len(sequence.tokens) - 1)
+        sequence.num_computed = max(sequence.num_computed, len(sequence.tokens) - 1)
         self._publish(sequence)
 
-    def computed(self, chunk: Chunk[S]) -> None:
-        """Counts the KV of `chunk` as present, without drafts: later steps run after this step."""
+    def computed(self, chunk: Chunk[S], *, but_last: bool = False) -> None:
+        """Counts the KV of `chunk` as present, without drafts and, where another step computes it again, `but_last` the
+        last token: later steps run after this step."""
         sequence = chunk.sequence
-        sequence.num_computed = chunk.known_end
+        sequence.num_computed = chunk.known_end - but_last
         prompt = min(sequence.num_computed, sequence.submitted_tokens) - chunk.start
         if prompt > 0:
             self.pending_prompt_tokens -= prompt

@@ -62,8 +62,6 @@ class ScheduledSequence:
     """Whether the sequence has started and lost all blocks."""
     in_flight: bool = False
     """Whether a launched step has yet to deliver a token or logits: the sequence is neither scheduled nor preempted."""
-    is_late: bool = False
-    """Whether the next token is chosen in a later step than the one that computed the sequence. It may be preempted."""
     cached_prompt_tokens: int = 0
     outgoing: Outgoing | None = None
     """The sequence ends with this handoff after the next token."""

@@ -251,6 +251,7 @@ class TorchBackend:
         # Frees weights and cache; a failed start left none.
         loaded: Loaded | None = self.__dict__.pop("_loaded", None)
         if loaded is not None:
+            await asyncio.to_thread(loaded.engine.close)
             await asyncio.to_thread(loaded.tables.close)
             await asyncio.to_thread(loaded.draft_logits.close)
             if loaded.grammars:

@@ -10,14 +10,15 @@ collected. Rules for the caller and the device:
   flight could give the missing room.
 * A sequence in flight may be stopped or fail. The token is dropped, and the blocks are free for later steps at once.
 * The tokens do not depend on the number of steps launched ahead.
-* A sequence whose grammar takes longer than its step has sits out: it has no token with the step that computes it, and
-  is in flight no more. A later step chooses from the same logits.
+* A sequence whose grammar takes longer than its step has sits out: it has no token with the step that computes it. Its
+  last token counts as not computed, and the next step computes it again.
 * Drafts are tokens to compute. They come with a step launched from known tokens, and are verified when it is collected:
   the model makes the ordinary choice at each position, and goes on to the next while the choice equals the draft.
 * `launch_next` computes sequences in flight, with the tokens chosen by the device: one step further, and only without
   effects before the tokens are known. Where a choice depends on tokens before, such as under a grammar, those of the
-  step are chosen while the device computes it, once the step before was collected. A sequence ending with a token of
-  the step before has a token dropped; KV is counted, and so published, when the token is known.
+  step are chosen while the device computes it: masks are begun once the step before was collected, and the choice is
+  launched just before the step after it. A sequence ending with a token of the step before has a token dropped; KV is
+  counted, and so published, when the token is known.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
 from trtmesh.chassis.logs import request_id_bound
@@ -43,12 +43,12 @@ from trtmesh.engine.backends.torch.decoding import (
     SampledDecoding,
 )
 from trtmesh.engine.backends.torch.drafts.drafting import Drafting, Speculation
-from trtmesh.engine.backends.torch.guided.grammars import FillTogether, Grammar, GuideCounts
+from trtmesh.engine.backends.torch.guided.grammars import Grammar
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, LoadedAdapter
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, shortage
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
-from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.engine.backends.torch.sampling.continuation import GivenDrafts
+from trtmesh.engine.backends.torch.sampling.mask_time import Masks
 from trtmesh.engine.backends.torch.sampling.readers import reader_for
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.ledger import Ledger
@@ -66,15 +66,6 @@ R = TypeVar("R")
 Failure = tuple[Sequence, TrtmeshError]
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
-    """A computed sequence without its next token, for lack of a mask."""
-
-    chunk: Chunk
-    logits: Tensor
-    """[1, vocabulary]"""
-
-
 @dataclass(slots=True)
 class Launched:
     """A step under way on the device."""
@@ -83,8 +74,8 @@ class Launched:
     choices: list[tuple[list[Sequence], Choice]] = field(default_factory=list)
     """A choice per strategy, more after a fault."""
     failures: list[Failure] = field(default_factory=list)
-    rejoined: list[Sequence] = field(default_factory=list)
-    """Computed by earlier steps, and chosen for with this one."""
+    sat_out: dict[int, Sequence] = field(default_factory=dict)
+    """Computed, but without a mask for the choice; by key."""
     sending: list[Sending[Sequence]] = field(default_factory=list)
     """The sequences of the step under handoff."""
     uncounted: list[Chunk] = field(default_factory=list)
@@ -102,7 +93,6 @@ class Launched:
         for forward in self.forwards:
             yield from (chunk.sequence for chunk in forward.completing)
             yield from (chunk.sequence for chunk, _ in forward.given)
-        yield from self.rejoined
         yield from (sequence for sequence, _ in self.failures)
 
 
@@ -115,11 +105,9 @@ class Engine:
         scheduler: Scheduler[Sequence],
         adapters: AdapterCache,
         handoffs: BlockHandoffs[Sequence],
-        drafting: Drafting | None = None,
-        guide_counts: GuideCounts | None = None,
-        fill_together: FillTogether | None = None,
+        drafting: Drafting | None,
+        masks: Masks,
     ) -> None:
-        """`guide_counts` are counted on. For `fill_together` see MaskTime."""
         self.scheduler = scheduler
         self.deliver: Deliver | None = None
         """Takes news of handoffs during a step. Without `deliver`, the news come with the step."""
@@ -129,10 +117,8 @@ class Engine:
         self.generated_tokens = 0
         self.drafting = drafting
         self._compute = compute
-        self._guide_counts = guide_counts or GuideCounts()
-        self._mask_time = mask_time.MaskTime(self._guide_counts, fill_together)
-        self._late: list[Late] = []
-        """The longest waiting first."""
+        self._masks = masks
+        self.close = masks.close
         self._broken: BackendFailed | None = None
         self._ledger = Ledger[Decoding[Any]]()
         # By the keys of the sequences.
@@ -254,15 +240,12 @@ class Engine:
         if self._broken:
             raise self._broken
         step = Launched()
-        self._mask_time.seconds_left = mask_time.STEP_SECONDS
         chunks = self.scheduler.schedule()
         if self.drafting:
             step.speculation = self.drafting.extend(chunks, self.scheduler)
         self._compute.move(self.scheduler.pool.take_moves())
+        self._begin_masks(chunks)
         self._compute_chunks(chunks, step)
-        if self._late:
-            self._choose_late(step)
-            self._guide_counts.late_masks += len(self._late)
         for sequence in step.awaited:
             sequence.in_flight = True
         return step
@@ -270,19 +253,23 @@ class Engine:
     def launch_next(self, step: Launched) -> Launched | None:
         """Launches the step after `step`, the last launched. Returns None where more than the tokens of `step` must be
         known."""
+        if step.is_open:
+            self._choose_open(step)
         plain = len(step.choices) == 1 and not (step.failures or step.sending)
         if not plain or self._broken or self._handoffs.outgoing or not self._compute.may_follow:
             return None
         sequences, _ = step.choices[0]
         if self.drafting and self.drafting.waits(sequences):
             return None
-        chunks = self.scheduler.next_chunks(sequences)
-        if not chunks:
+        chunks = self.scheduler.next_chunks(sequences, step.sat_out.values())
+        known = [chunk for chunk in chunks if chunk.sequence.key in step.sat_out]
+        if not chunks or not all(map(self._compute.can_follow, known)):
             return None
         self._compute.move(self.scheduler.pool.take_moves())
         rows = {sequence.key: row for row, sequence in enumerate(sequences)}
         try:
-            forward = self._compute.follow(chunks, [rows[chunk.sequence.key] for chunk in chunks])
+            unknown = [chunk.sequence.key for chunk in chunks[: len(chunks) - len(known)]]
+            forward = self._compute.follow(chunks, [rows[key] for key in unknown])
         except Exception:
             log.exception("a step could not be launched ahead; it is launched with known tokens")
             return None
@@ -297,11 +284,11 @@ class Engine:
 
     def collect(self, step: Launched) -> StepOutput:
         """Waits for a launched step, gives every sequence the next token, and ends complete sequences."""
+        if step.is_open:
+            self._choose_open(step)
         self.step_count += 1
         output = self._ledger.output
-        for chunk in step.uncounted:
-            if self.scheduler.lives(chunk.sequence):
-                self.scheduler.computed(chunk)
+        self._count(step.uncounted, step)
         for sequence, error in step.failures:
             self._blame(sequence, error)
         if step.sending:
@@ -317,16 +304,38 @@ class Engine:
             if step.speculation.chunks:
                 self._verify(step, self.drafting, output)
             self.drafting.finished(step.speculation)
-        for late in self._late:
-            late.chunk.sequence.in_flight = False
+        for sequence in step.sat_out.values():
+            sequence.in_flight = False
         if following := step.following:
-            if following.is_open:
-                self._mask_time.seconds_left = mask_time.STEP_SECONDS
-                self._choose(following.forwards[0], following)
-                self._guide_counts.late_masks += len(self._late)
             for sequence in following.awaited:
                 sequence.in_flight = True
+            if following.is_open:
+                self._begin_masks(following.forwards[0].completing)
         return self._output()
+
+    def _begin_masks(self, chunks: SequenceOf[Chunk]) -> None:
+        """Begins to make the masks of a step's chunks, while the device computes it."""
+        self._masks.begin_step()
+        self._masks.begin(self._guided(chunk for chunk in chunks if chunk.completes))
+
+    def _guided(self, chunks: Iterable[Chunk]) -> list[Sequence]:
+        return [
+            chunk.sequence
+            for chunk in chunks
+            if chunk.sequence.token_rules.guided and self.scheduler.lives(chunk.sequence)
+        ]
+
+    def _choose_open(self, step: Launched) -> None:
+        """Chooses the tokens of a step launched ahead, as those before are known."""
+        step.is_open = False
+        self._choose(step.forwards[0], step)
+
+    def _count(self, chunks: Iterable[Chunk], step: Launched) -> None:
+        """Counts the KV of a step's chunks."""
+        for chunk in chunks:
+            if self.scheduler.lives(chunk.sequence):
+                sits_out = chunk.sequence.key in step.sat_out
+                self.scheduler.computed(chunk, but_last=sits_out)
 
     def _verify(self, step: Launched, drafting: Drafting, output: StepOutput) -> None:
         """Goes on along the drafts that hold. Every sequence has the token before its drafts."""
@@ -386,10 +395,9 @@ class Engine:
 
         for computed, forward in self._isolated(chunks, compute, "the model failed", step.failures):
             step.forwards.append(forward)
-            for chunk in computed:
-                self.scheduler.computed(chunk)
             # Before the next forward, which may overwrite these logits.
             self._choose(forward, step)
+            self._count(computed, step)
 
     def _announcer(self, sending: SequenceOf[Sending[Sequence]]) -> Callable[[int], None] | None:
         """Announces the KV of layers while later layers are computed."""
@@ -410,50 +418,19 @@ class Engine:
     def _choose(self, forward: Forward, step: Launched) -> None:
         # A token of the step before may have ended a sequence.
         chunks = [chunk for chunk in forward.completing if self.scheduler.lives(chunk.sequence)]
-        late = self._late_among(chunks)
-        if late:
-            for chunk in chunks:
-                if chunk.sequence.key in late:
-                    # The next step overwrites a graph's logits.
-                    self._late.append(Late(chunk, forward.rows_of([chunk]).float().clone()))
-                    chunk.sequence.is_late = True
+        if late := self._late_among(chunks):
+            step.sat_out |= late
+            self._masks.counts.late_masks += len(late)
             chunks = [chunk for chunk in chunks if chunk.sequence.key not in late]
         self._choose_rows(chunks, forward.rows_of, step)
 
-    def _late_among(self, chunks: SequenceOf[Chunk]) -> set[int]:
-        """The keys of sequences without the mask of their next token."""
-        guided = [chunk.sequence for chunk in chunks if chunk.sequence.token_rules.guided]
-        return self._mask_time.late(guided) if guided else set()
-
-    def _choose_late(self, step: Launched) -> None:
-        """Chooses for sequences of earlier steps, as far as there is time for their masks."""
-        waiting, self._late = self._late, []
-        for late in waiting:
-            sequence = late.chunk.sequence
-            # After a pause a sequence is computed again.
-            sequence.is_late = (
-                self.scheduler.lives(sequence)
-                and sequence.slot >= 0
-                and sequence.num_computed == len(sequence.tokens)
-            )
-        waiting = [late for late in waiting if late.chunk.sequence.is_late]
-        sequences = [late.chunk.sequence for late in waiting]
-        still = self._mask_time.late_again(sequences)
-        logits = {}
-        for late in waiting:
-            sequence = late.chunk.sequence
-            if sequence.key in still:
-                self._late.append(late)
-            else:
-                sequence.is_late = False
-                logits[sequence.key] = late.logits
-        ready = [late.chunk for late in waiting if late.chunk.sequence.key in logits]
-
-        def rows_of(chunks: SequenceOf[Chunk]) -> Tensor:
-            return torch.cat([logits[chunk.sequence.key] for chunk in chunks])
-
-        step.rejoined = [chunk.sequence for chunk in ready]
-        self._choose_rows(ready, rows_of, step)
+    def _late_among(self, chunks: SequenceOf[Chunk]) -> dict[int, Sequence]:
+        """The sequences without the mask of their next token, by key."""
+        guided = self._guided(chunks)
+        if not guided:
+            return {}
+        late = self._masks.late(guided, alone=len(guided) == len(chunks))
+        return {sequence.key: sequence for sequence in guided if sequence.key in late}
 
     def _choose_rows(
         self,

@@ -35,8 +35,8 @@ from trtmesh.engine.backends.torch.drafts.patience import PatientDrafter
 from trtmesh.engine.backends.torch.drafts.prompt_lookup import PromptLookup
 from trtmesh.engine.backends.torch.engine import Engine
 from trtmesh.engine.backends.torch.fields import supported_fields
-from trtmesh.engine.backends.torch.guided.grammars import Grammars
-from trtmesh.engine.backends.torch.guided.guidance import compiler_for, filling_together
+from trtmesh.engine.backends.torch.guided.grammars import Grammars, GuideCounts
+from trtmesh.engine.backends.torch.guided.guidance import compiler_for
 from trtmesh.engine.backends.torch.memory.adapters import AdapterCache, AdapterTargets
 from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
@@ -51,6 +51,7 @@ from trtmesh.engine.backends.torch.parallel.layers import divide
 from trtmesh.engine.backends.torch.parallel.leading import LeadingCompute
 from trtmesh.engine.backends.torch.parallel.rank_commands import Follower
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
+from trtmesh.engine.backends.torch.sampling.mask_time import Masks, MaskThreads, MaskTime
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.backends.torch.settings import (
     TorchAdapterSettings,
@@ -73,7 +74,7 @@ LESS_CACHE = (
 )
 LESS_DRAFTER = "engine.torch.draft_model, or take a smaller one"
 MASK_THREADS = 16
-"""Most masks filled at once, while a GPU computes."""
+"""Most masks made at once, while a GPU computes."""
 LAYERS_PER_PART = 4
 """Layers of KV that a handoff to another worker transfers at once, while later layers are computed."""
 ALL_ROLES = (epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE)
@@ -263,19 +264,26 @@ def _engine(
         ranks.group.wait()
         tokens_per_block = settings.kv_cache.tokens_per_block
         compute = LeadingCompute(compute, block_tables, tokens_per_block, ranks)
-    # Where the device computes apart, threads of this process are idle meanwhile.
-    threads = 0 if device.name.type == "cpu" else min(MASK_THREADS, (os.cpu_count() or 1) - 2)
-    grammars = Grammars(compile_guide, max(1, threads)) if compile_guide else None
+    threads = _mask_threads(device) if compile_guide else 0
+    # Sequences that share an automaton wait for each other's masks.
+    grammars = Grammars(compile_guide, max(1, 2 * threads)) if compile_guide else None
     drafting = _drafting(settings, installed, info, compute)
-    guide_counts = grammars.counts if grammars else None
-    together = filling_together(threads) if compile_guide and threads > 1 else None
-    engine = Engine(compute, scheduler, adapters, handoffs, drafting, guide_counts, together)
+    counts = grammars.counts if grammars else GuideCounts()
+    masks: Masks = MaskThreads(counts, threads) if threads else MaskTime(counts)
+    engine = Engine(compute, scheduler, adapters, handoffs, drafting, masks)
     tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
     draft_logits = DraftLogits(info.vocabulary_size, limits.max_logits_bytes)
     kv_memory = kv_memory_of(cache) if hands_over else None
     return Loaded(
         engine, info, device, cache, tables, draft_logits, grammars, adapters, kv_memory, ranks
     )
+
+
+def _mask_threads(device: Device) -> int:
+    """Where the device computes apart, other threads of this process are idle meanwhile; a core is the engine's."""
+    if device.name.type == "cpu":
+        return 0
+    return max(0, min(MASK_THREADS, (os.cpu_count() or 1) - 2))
 
 
 def _drafting(

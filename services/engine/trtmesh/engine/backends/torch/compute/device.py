@@ -118,7 +118,11 @@ class Compute(Protocol):
         """Whether `follow` can compute a step before the tokens of the last step were read."""
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
-        """Computes the tokens picked by the last call of `choose` for `rows`, a token for each chunk."""
+        """Computes a token for each chunk: those picked by the last call of `choose` for `rows`, then known ones of
+        the other chunks."""
+
+    def can_follow(self, chunk: Chunk) -> bool:
+        """Whether `follow` can compute a chunk of a known token."""
 
     def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether all tokens before must be known when `choose` is called after `follow`."""

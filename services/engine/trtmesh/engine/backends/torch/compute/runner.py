@@ -133,6 +133,9 @@ class Runner:
         rows = torch.stack([each.logits[position] for each in drafted])
         return self.choose([each.chunk.sequence for each in drafted], rows)
 
+    def can_follow(self, chunk: Chunk) -> bool:
+        return False
+
     def awaits(self, sequences: Sequence[Continuation]) -> bool:
         return False
 

@@ -18,7 +18,6 @@ from trtmesh.engine.backends.torch.sampling.choice import (
     not_finite,
 )
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-from trtmesh.engine.backends.torch.sampling.filters import indexes
 
 _NONE = np.zeros((0, 0))
 
@@ -37,10 +36,8 @@ class GraphChoice:
     ) -> None:
         """`places` are the rows of the sequences in `tokens` and in `log_probs`, those of `choose_by_rules`, which lack
         the rows `rest`. `choice` has these."""
-        if places != range(len(tokens)):
-            taken = indexes([min(place, len(tokens) - 1) for place in places], tokens)
-            tokens, log_probs = tokens[taken], None if log_probs is None else log_probs[taken]
         self._sequences = sequences
+        self._places = places
         self._rest = {row: place for place, row in enumerate(rest)}
         self._choice = choice
         if choice:
@@ -60,7 +57,9 @@ class GraphChoice:
 
     def _read(self) -> dict[int, TrtmeshError]:
         self._copied.wait()
-        self.token_ids = self._tokens.tolist()
+        tokens = self._tokens.tolist()
+        # Rows beyond are chosen otherwise.
+        self.token_ids = [tokens[min(place, len(tokens) - 1)] for place in self._places]
         failures: dict[int, TrtmeshError] = {}
         for row, token in enumerate(self.token_ids):
             if token < 0 and row not in self._rest:
@@ -79,7 +78,7 @@ class GraphChoice:
             return self._choice.details(self._rest[row])
         sequence = self._sequences[row]
         wanted = 1 + 2 * sequence.token_rules.output.top_log_probs
-        own, *pairs = self._log_probs[row, :wanted].tolist()
+        own, *pairs = self._log_probs[self._places[row], :wanted].tolist()
         details = TokenDetails(sequence.key, log_probs=[own])
         if pairs:
             most_likely = list(zip(map(int, pairs[::2]), pairs[1::2], strict=True))

@@ -180,11 +180,13 @@ class DecodeGraphs(Graphs[StepInputs]):
 
     @torch.inference_mode()
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Rows:
-        """Launches the step of the tokens chosen in `rows` by the last launch."""
+        """Launches the step of the tokens chosen in `rows` by the last launch; the tokens of the last chunks, of guided
+        sequences, are known."""
         size = self._size(len(chunks))
-        # Known to the device alone; as many of each sequence.
+        # Known to the device alone; as many of each. The rules of a guided row are filled with its mask.
         unknown = chunks[0].start + 1 - len(chunks[0].sequence.tokens)
-        self._inputs.fill(chunks, size, [-1 - row for row in rows], unknown)
+        known = [chunk.sequence.tokens[chunk.start] for chunk in chunks[len(rows) :]]
+        self._inputs.fill(chunks, size, [-1 - row for row in rows] + known, unknown)
         return self._replay(size, chunks, unknown)
 
     def _replay(self, size: int, chunks: SequenceOf[Chunk], unknown: int | Numbers = 0) -> Rows:

@@ -115,6 +115,9 @@ class GraphRunner:
         self.captured_steps += 1
         return Forward(self._completing, self._rows.logits, [])
 
+    def can_follow(self, chunk: Chunk) -> bool:
+        return self._graphs.takes(chunk)
+
     def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
         return bool(self._rules.by_host(sequences) or self._rules.guided(sequences))
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from math import ceil, inf
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -33,18 +33,12 @@ MOST_WAITING = 256
 sequences."""
 MOST_KEPT = 32
 """Grammars kept after the last use; an automaton in use takes up to 32 MiB."""
-SHARERS = 2
-"""Sequences for each automaton of a grammar, up to the most automata: those that share one wait for each other."""
-
 FREE_SECONDS, SECONDS_OF_TOKEN = 0.25, 0.002
 """Most CPU time to follow a guide. Schemas take microseconds a token; a grammar with many readings of a text takes more
 with each token, in the steps of all sequences."""
 
 FIRST_SECONDS = 0.001
 """Expected time of the first mask of a sequence: more than most take."""
-
-TOGETHER_SECONDS = 0.0005
-"""Expected time of masks filled together, and the most that one of these counts."""
 
 Row = NDArray[np.uint8]
 """A bit per id, in ascending order from the lowest bit of each byte."""
@@ -79,8 +73,6 @@ class Matcher(Protocol):
 
 
 Check = Callable[[], None]
-FillTogether = Callable[[SequenceOf[Matcher], Row], None]
-"""Fills a row for each place, as `fill` does, several at a time: rows are [places, bytes]."""
 Compile = Callable[[GuidedDecoding, Check], Matcher]
 """Returns the place before the first token. Calls the check before each part of the work; an exception of the check
 ends the work. Raises InvalidField for an unusable guide."""
@@ -92,7 +84,7 @@ class Grammar:
 
     start: Matcher
     further: list[Matcher] = field(default_factory=list)
-    """The same place in automata of their own: masks of one automaton are filled one after another."""
+    """The same place in automata of their own: masks of one automaton are made one after another."""
     is_spoilt: bool = False
     """Whether an automaton is at the limit of size."""
     leases: list[PartLease] = field(default_factory=list)
@@ -106,53 +98,49 @@ class Grammar:
         return (self.further[turn - 1] if turn else self.start).copy()
 
     def automata(self, lease: PartLease, most: int) -> int:
-        """How many automata its sequences need, with those of one more item."""
+        """How many automata its sequences need, with those of one more item. Its lease is held here too."""
         self.leases = [*(each for each in self.leases if each.holders), lease]
-        return min(most, ceil(sum(each.holders for each in self.leases) / SHARERS))
+        return min(most, sum(each.holders for each in self.leases) - 1)
 
 
 class Guide:
-    """The generated tokens of a sequence in the grammar, and the next mask."""
+    """The generated tokens of a sequence in the grammar, and the next mask. A thread at a time."""
 
     def __init__(self, grammar: Grammar, prompt_tokens: int) -> None:
         self._grammar = grammar
         self._matcher = grammar.begin()
         self._prompt_tokens = self._next = prompt_tokens
-        self._mask: Row | None = None
+        self._row: Row = np.zeros(self._matcher.mask_bytes, dtype=np.uint8)
+        self._has_mask = False
         self.seconds = 0.0
         """CPU time so far."""
         self.last_seconds = FIRST_SECONDS
         """CPU time of the last mask, including the steps before the mask."""
         self.problem = ""
         """Why the grammar can be followed no further."""
+        self.is_busy = False
+        """Whether another thread makes the mask; meanwhile nothing else is asked of the guide."""
+        self.sat_out = 0
+        """Steps that the sequence sat out for the next mask."""
 
     def catch_up(self, tokens: SequenceOf[int]) -> None:
         """Takes in the tokens added since the last call."""
-        self._follow(tokens, inf)
-
-    def place(self, tokens: SequenceOf[int], seconds: float) -> Matcher | None:
-        """Returns the place after the tokens, for a mask filled by others. Returns None if the mask exists, or if the
-        tokens added since the last call take more than `seconds`."""
-        if not self._follow(tokens, seconds) or self._mask is not None or self.problem:
-            return None
-        return self._matcher
-
-    def take(self, row: Row, end_ids: Iterable[int], seconds: float) -> None:
-        """Takes the row filled by others in so many seconds, together with the rows of other guides."""
-        self.last_seconds = seconds
-        # A slow guide must not be blamed on all.
-        self.seconds += min(seconds, TOGETHER_SECONDS)
-        self._mask = self._ended(row, end_ids)
+        if self._next < len(tokens):
+            began = time.thread_time()
+            self._follow(tokens, inf)
+            self._count(began)
 
     def mask(self, end_ids: Iterable[int]) -> Row:
-        """The bits of the tokens allowed next; of end ids only where the text may end."""
-        if self._mask is None:
-            self._mask = self._made(end_ids)
-        return self._mask
+        """The bits of the tokens allowed next, of end ids only where the text may end; until the next mask."""
+        if not self._has_mask:
+            began = time.thread_time()
+            self._make(end_ids)
+            self._count(began)
+        return self._row
 
     def forced(self, tokens: SequenceOf[int]) -> SequenceOf[int]:
         """The tokens of the next forced text; none if finding the text may take long."""
-        if self.problem or self.last_seconds > FIRST_SECONDS:
+        if self.is_busy or self.problem or self.last_seconds > FIRST_SECONDS:
             return ()
         self.catch_up(tokens)
         began = time.thread_time()
@@ -160,66 +148,62 @@ class Guide:
         self._count(began)
         return found
 
+    def has_mask(self, tokens: SequenceOf[int]) -> bool:
+        """Whether the mask of the token after `tokens` is made."""
+        return self._has_mask and self._next == len(tokens)
+
     def makes(self, tokens: SequenceOf[int], end_ids: Iterable[int], seconds: float) -> bool:
         """Returns whether the mask is made: not where the tokens added since the last call take more than `seconds`."""
-        if self._next == len(tokens) and self._mask is not None:
-            return True
-        began = self.seconds
-        is_made = self._follow(tokens, seconds)
-        if is_made:
-            self.mask(end_ids)
-        self.last_seconds = self.seconds - began
-        return is_made
-
-    def _follow(self, tokens: SequenceOf[int], seconds: float) -> bool:
-        """Returns whether all tokens were followed."""
-        if self._next == len(tokens):
+        if self.has_mask(tokens):
             return True
         began = time.thread_time()
+        is_made = self._follow(tokens, began + seconds)
+        if is_made:
+            self._make(end_ids)
+        self.last_seconds = self._count(began)
+        return is_made
+
+    def _follow(self, tokens: SequenceOf[int], until: float) -> bool:
+        """Returns whether all tokens were followed."""
         while self._next < len(tokens):
-            self._mask = None
+            self._has_mask = False
             # Token by token: with many readings of the text, a token may take milliseconds.
             if not self._matcher.accept(tokens[self._next : self._next + 1]):
-                refused = self._matcher.problem or "a generated token does not follow the grammar"
-                self.problem = self.problem or refused
+                self._fail(self._matcher.problem or "a generated token does not follow the grammar")
                 self._next = len(tokens)
                 break
             self._next += 1
-            if self._next < len(tokens) and time.thread_time() > began + seconds:
-                break
-        self._count(began)
-        return self._next == len(tokens)
+            if self._next < len(tokens) and time.thread_time() > until:
+                return False
+        return True
 
-    def _made(self, end_ids: Iterable[int]) -> Row:
-        row = np.zeros(self._matcher.mask_bytes, dtype=np.uint8)
-        began = time.thread_time()
-        self.problem = self.problem or self._matcher.fill(row)
-        self._count(began)
-        return self._ended(row, end_ids)
+    def _make(self, end_ids: Iterable[int]) -> None:
+        row = self._row
+        if problem := self.problem or self._matcher.fill(row):
+            self._fail(problem)
+        elif self._matcher.may_end:
+            for token in end_ids:
+                row[token >> 3] |= 1 << (token & 7)
+        else:
+            for token in end_ids:
+                row[token >> 3] &= 0xFF ^ (1 << (token & 7))
+        self._has_mask = True
 
-    def _ended(self, row: Row, end_ids: Iterable[int]) -> Row:
-        """The row with the bits of the end ids."""
-        self.problem = self.problem or self._matcher.problem
-        if self.problem:
-            self._grammar.is_spoilt = True
-            row[:] = 0
-            return row
-        may_end = self._matcher.may_end
-        for token in end_ids:
-            bit = 1 << (token & 7)
-            if may_end:
-                row[token >> 3] |= bit
-            else:
-                row[token >> 3] &= 0xFF ^ bit
-        return row
+    def _fail(self, problem: str) -> None:
+        """From now on no token is allowed."""
+        self.problem = self.problem or problem
+        self._grammar.is_spoilt = True
+        self._row[:] = 0
 
-    def _count(self, began: float) -> None:
-        self.seconds += time.thread_time() - began
+    def _count(self, began: float) -> float:
+        """Returns the CPU time since `began`."""
+        took = time.thread_time() - began
+        self.seconds += took
         tokens = self._next - self._prompt_tokens
         if not self.problem and self.seconds > FREE_SECONDS + SECONDS_OF_TOKEN * tokens:
-            took = f"it took {self.seconds * 1000:.0f} ms for {tokens} tokens"
-            self.problem = f"{took}, and may take 2 ms for each"
-            self._mask = None
+            spent = f"it took {self.seconds * 1000:.0f} ms for {tokens} tokens"
+            self._fail(f"{spent}, and may take 2 ms for each")
+        return took
 
 
 @dataclass(slots=True)
@@ -243,7 +227,7 @@ class Grammars:
     """Compiles the guides of items on separate threads, and keeps the last grammars."""
 
     def __init__(self, compile_guide: Compile, automata: int = 1) -> None:
-        """`automata` are the most of a grammar: as many as there are threads to fill masks."""
+        """`automata` are the most of a grammar; each is for a sequence until there are more."""
         self._compile_guide = compile_guide
         self._automata = automata
         self.counts = GuideCounts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
-from trtmesh.engine.backends.torch.guided.grammars import Check, FillTogether, Matcher, Row
+from trtmesh.engine.backends.torch.guided.grammars import Check, Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
 from trtmesh.engine.backends.torch.guided.structural_tags import Readers, TagGrammar, tag_grammar
 from trtmesh.engine.backends.torch.guided.trial import MAX_ROW_ITEMS, limits, problem_of_trial
@@ -38,25 +39,25 @@ JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA, pb.GUIDE_TYPE_STRUC
 
 
 class GuidanceMatcher:
-    """Implements Matcher."""
+    """Implements Matcher. Copies share an automaton, which the library locks: they wait here instead, where others have
+    Python's lock meanwhile."""
 
     def __init__(
         self,
         own: LLMatcher,
         end_ids: Sequence[int],
         vocabulary_size: int,
-        origin: GuidanceMatcher | None = None,
+        automaton: threading.Lock | None = None,
     ) -> None:
-        """`end_ids` are the tokenizer's. `origin` is the first of the copies."""
+        """`end_ids` are the tokenizer's."""
         self.own = own
         self.end_ids = end_ids
         self._vocabulary_size = vocabulary_size
-        self.origin = origin or self
+        self._automaton = automaton or threading.Lock()
 
     def copy(self) -> GuidanceMatcher:
-        # Copies share an automaton, and a lock.
         own = self.own.deep_copy()
-        return GuidanceMatcher(own, self.end_ids, self._vocabulary_size, self.origin)
+        return GuidanceMatcher(own, self.end_ids, self._vocabulary_size, self._automaton)
 
     @property
     def mask_bytes(self) -> int:
@@ -64,42 +65,28 @@ class GuidanceMatcher:
         return -(-self._vocabulary_size // 32) * 4
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        return self.own.try_consume_tokens(list(token_ids))
+        with self._automaton:
+            return self.own.try_consume_tokens(list(token_ids))
 
     def forced(self) -> Sequence[int]:
-        return self.own.compute_ff_tokens()
+        with self._automaton:
+            return self.own.compute_ff_tokens()
 
     def fill(self, row: Row) -> str:
-        self.own.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        with self._automaton:
+            self.own.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for token in self.end_ids:
             row[token >> 3] &= 0xFF ^ (1 << (token & 7))
         return self.problem
 
     @property
     def may_end(self) -> bool:
-        return self.own.is_accepting()
+        with self._automaton:
+            return self.own.is_accepting()
 
     @property
     def problem(self) -> str:
         return _sentence(self.own.get_error()) if self.own.is_error() else ""
-
-
-def filling_together(threads: int) -> FillTogether:
-    from llguidance import LLExecutor
-
-    executor = LLExecutor(threads)
-
-    def fill(matchers: Sequence[Matcher], rows: Row) -> None:
-        known = [each for each in matchers if isinstance(each, GuidanceMatcher)]
-        places = [(each.own, place) for place, each in enumerate(known)]
-        # A thread takes neighbours.
-        places.sort(key=lambda entry: id(known[entry[1]].origin))
-        executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.shape[1], len(rows))
-        # The end ids of the model, and so of every row.
-        for token in known[0].end_ids:
-            rows[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
-
-    return fill
 
 
 class GuidanceCompiler:

@@ -76,6 +76,10 @@ class LeadingCompute:
         command = rank_commands.follow(chunks, rows, self._tables, self._tokens_per_block)
         return self._together(command, lambda: self._own.follow(chunks, rows))
 
+    def can_follow(self, chunk: Chunk) -> bool:
+        # Commands of steps launched ahead tell rows alone.
+        return False
+
     def check(self) -> None:
         self._together(rank_commands.check(), self._own.check)
 
