@@ -171,10 +171,12 @@ async def measure_routers(many: int, requests: int, changes: int) -> Figures:
     figures: Figures = {}
     for workers in FLEETS:
         with (
-            simulated_fleet(workers, "--simulated-timing-step-ms", "5") as (engines, _),
+            simulated_fleet(workers, "--simulated-timing-step-ms", "5") as (engines, fleet),
             routers(engines, count=many, ready=workers, tokenizer=True) as started,
         ):
-            figures[str(workers)] = await routers_before(engines, started[:many], requests, changes)
+            figures[str(workers)] = await routers_before(
+                engines, fleet, started[:many], requests, changes
+            )
         print(f"{workers} workers: {json.dumps(figures[str(workers)])}", file=sys.stderr)
     for more in map(str, FLEETS[1:]):
         figures[f"{more}_over_1"] = {
@@ -186,17 +188,19 @@ async def measure_routers(many: int, requests: int, changes: int) -> Figures:
 
 
 async def routers_before(
-    engines: str, started: Sequence[Announcement], requests: int, changes: int
+    engines: str, fleet: int, started: Sequence[Announcement], requests: int, changes: int
 ) -> Figures:
-    """Means of the routers; only the first one's fleet is changed."""
+    """Means of the routers, and the idle time of the process of the workers, `fleet`, which needs as much of a core as
+    it says, and the routers theirs, for none to be found silent; only the first router's fleet is changed."""
     pids = [each["pid"] for each in started]
     used = [cpu_seconds(pid) for pid in pids]
     figures: Figures = {"start_cpu_ms": round(1e3 * statistics.fmean(used))}
     await asyncio.sleep(2)
-    used = [cpu_seconds(pid) for pid in pids]
+    used, of_fleet = [cpu_seconds(pid) for pid in pids], cpu_seconds(fleet)
     await asyncio.sleep(4)
     idle = statistics.fmean(cpu_seconds(pid) - u for pid, u in zip(pids, used, strict=True)) / 4
     figures["idle_cpu_us_per_second"] = round(1e6 * idle)
+    figures["idle_fleet_cpu_us_per_second"] = round(1e6 * (cpu_seconds(fleet) - of_fleet) / 4)
     costs, places = [], []
     request = NATIVE.request([1, 2, 3], 1, text=False)
     for router in started:

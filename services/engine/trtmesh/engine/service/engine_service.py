@@ -312,7 +312,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     def _tell(self, stats: BackendStats) -> None:
         engine = self._loaded()
-        load = engine.load()
+        load = engine.load(stats)
         self.metrics.stats = stats
         self.metrics.told_busy_seconds = load.busy_seconds
         self.metrics.handoffs.told(load)

@@ -22,6 +22,7 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import (
     Backend,
     BackendInfo,
+    BackendStats,
     BlocksRemoved,
     BlocksStored,
     HandoffNews,
@@ -350,9 +351,9 @@ class LoadedEngine:
         """Refuses new items and cuts the streams after `seconds`."""
         self.drain_ends_at = time.monotonic() + seconds
 
-    def load(self) -> epb.Load:
-        """The load as reported to routers."""
-        load = load_message(self.backend.stats(), draining=self.draining)
+    def load(self, stats: BackendStats | None = None) -> epb.Load:
+        """The load as reported to routers, of `stats` if the backend's present ones are known."""
+        load = load_message(stats or self.backend.stats(), draining=self.draining)
         load.busy_seconds = self.metrics.busy_seconds(time.monotonic())
         load.host_memory_bytes = _resident_bytes()
         load.role = self.role
