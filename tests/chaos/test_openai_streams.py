@@ -31,13 +31,21 @@ PARAMETERS = {"type": "object", "properties": {"words": SCHEMA}, "required": ["w
 TOOL = {"name": "count", "parameters": PARAMETERS | {"additionalProperties": False}}
 CALLED = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-LONG = {"messages": TALK, "max_tokens": 120, "ignore_eos": True, **DRAWN}
-STREAMS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "texts": (CHAT, LONG | {"n": 4}),
-    "structured": (CHAT, LONG | {"response_format": FORMAT, "n": 2}),
-    "calls": (CHAT, LONG | CALLED | {"n": 2}),
-    "items": (RESPONSES, {"input": TALK, "max_output_tokens": 120, "ignore_eos": True, **DRAWN}),
-}
+Streams = Mapping[str, tuple[str, dict[str, Any]]]
+
+
+def streams_of(tokens: int) -> Streams:
+    """Path and body of each stream, with so many tokens a choice."""
+    always = {"ignore_eos": True, **DRAWN}
+    chat = {"messages": TALK, "max_tokens": tokens, **always}
+    return {
+        "texts": (CHAT, chat | {"n": 4}),
+        "structured": (CHAT, chat | {"response_format": FORMAT, "n": 2}),
+        "calls": (CHAT, chat | CALLED | {"n": 2}),
+        "items": (RESPONSES, {"input": TALK, "max_output_tokens": tokens, **always}),
+    }
+
+
 PARTS = 8
 """So many are there of every stream before a fault."""
 
@@ -76,9 +84,11 @@ class Told:
             self.bytes[0] += part["type"].encode()
 
 
-async def all_told(http: PlainHttp, mesh: Mesh | None = None, fault: str = "") -> Any:
+async def all_told(
+    http: PlainHttp, streams: Streams, mesh: Mesh | None = None, fault: str = ""
+) -> Any:
     """What all streams tell, together. With a mesh, its fault is amid them."""
-    told = [Told(name, path, body) for name, (path, body) in STREAMS.items()]
+    told = [Told(name, path, body) for name, (path, body) in streams.items()]
     async with asyncio.TaskGroup() as group:
         reading = [group.create_task(each.read(http)) for each in told]
 
@@ -114,14 +124,15 @@ async def test_no_client_notices_a_lost_engine_or_tokenizer() -> None:
         await mesh.ready(workers=2, tokenizers=2)
 
     async with running_mesh(start=start) as mesh, PlainHttp(mesh.router.http_address) as http:
-        whole = await all_told(http)
+        streams = streams_of(120)
+        whole = await all_told(http, streams)
         assert [len(told) for told in whole] == [4, 2, 2, 1]
         assert all(told.startswith(b"call_") for told in whole[2].values())
-        assert await all_told(http, mesh, "freeze") == whole
+        assert await all_told(http, streams, mesh, "freeze") == whole
         for process in (mesh.engines[0], mesh.tokenizers[0]):
             process.signal(signal.SIGCONT)
         await mesh.ready(workers=2, tokenizers=2)
-        assert await all_told(http, mesh, "kill") == whole
+        assert await all_told(http, streams, mesh, "kill") == whole
         await mesh.counted("moved_sequences", 2)
         await mesh.counted("moved_decodes", 2)
         await mesh.idle()
@@ -159,30 +170,25 @@ async def test_clients_of_a_lost_router_see_it_and_have_the_same_of_the_next(
         lost = await mesh.start("router", *peers)
         async with PlainHttp(lost.http_address) as http:
             await eventually(http.is_ready)
-            whole = await all_told(next_one)
+            short = streams_of(60)
+            whole = await all_told(next_one, short)
             # Too long to be over before the fault.
-            longer = {
-                name: (
-                    path,
-                    body | {"max_output_tokens" if path == RESPONSES else "max_tokens": 4000},
-                )
-                for name, (path, body) in STREAMS.items()
-            }
+            longer = streams_of(4000)
             told = [Told(name, path, body) for name, (path, body) in longer.items()]
             reading = [asyncio.create_task(each.read(http)) for each in told]
             path, body = longer["calls"]
-            at_once = {"stream": False, "max_tokens": 120}
+            at_once = {"stream": False, "max_tokens": 60}
             await eventually(lambda: all_begun(told))
             lost.signal(fault)
             answer = await whole_answer([http, next_one], path, body | at_once)
             calls = [each["message"]["tool_calls"] for each in answer["choices"]]
             assert all(call[0]["function"]["name"] == "count" for call in calls)
             # A seed is all that it takes: the next router tells the same, from the beginning.
-            assert await all_told(next_one) == whole
+            assert await all_told(next_one, short) == whole
             for one, again in zip(told, whole, strict=True):
                 for choice, text in again.items():
-                    short = min(len(one.bytes[choice]), len(text) - len("response.incomplete"))
-                    assert one.bytes[choice][:short] == text[:short]
+                    length = min(len(one.bytes[choice]), len(text) - len("response.incomplete"))
+                    assert one.bytes[choice][:length] == text[:length]
             if fault == signal.SIGSTOP:
                 # Frozen, it holds its clients until their own timeout.
                 assert not any(task.done() for task in reading)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ADAPTER = "unit-tests"
 ADAPTER_DIRECTORY = DEMO.parent / "demo-adapters" / ADAPTER
 PROMPTS = ["def fibonacci(n):", "class Stack:"]
-TOKENS = 120
+TOKENS = 60
 SCHEMA = """{"type": "object", "required": ["a"], "additionalProperties": false, "properties":
  {"a": {"type": "array", "minItems": 40, "items": {"type": "integer"}}}}"""
 GUIDED = {
@@ -35,7 +35,7 @@ async def exact() -> AsyncIterator[Fragile]:
     flags = (
         *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
         *("--torch-adapters-host-bytes", str(1 << 28), "--torch-drafts", "suffix"),
-        *("--load-interval-seconds", "0.02"),
+        *("--load-interval-seconds", "0.02", "--torch-threads", "1"),
     )
     async with fragile_mesh(flags, router_flags=(*HEDGED, *GENEROUS)) as fragile:
         content = AdapterContent.read(ADAPTER_DIRECTORY, 1 << 28)

@@ -23,17 +23,12 @@ pytestmark = pytest.mark.slow
 
 KINDS = [
     *(
-        # Of several parts the one-sided prefill has the most worlds; the others are in test_several_parts.
-        Bounds(kind=kind, one_sided=one_sided, parts=2 if kind == "prefill" and one_sided else 1)
+        Bounds(kind=kind, one_sided=one_sided, parts=1)
         for kind in ("prefill", "move", "park")
         for one_sided in (True, False)
     ),
     Bounds(kind="state"),
 ]
-
-
-EVERY_RUN = ("prefill-one_sided", "move-streamed", "park-one_sided", "state")
-"""Each kind, and both ways of the KV; `make soak` explores all."""
 
 
 def name(bounds: Bounds) -> str:
@@ -42,25 +37,33 @@ def name(bounds: Bounds) -> str:
     return f"{bounds.kind}-{'one_sided' if bounds.one_sided else 'streamed'}"
 
 
-of_each_kind = pytest.mark.parametrize(
-    "bounds",
-    [
-        pytest.param(each, marks=[] if name(each) in EVERY_RUN else [pytest.mark.soak])
+def of_each_kind(*every_run: str) -> pytest.MarkDecorator:
+    """The kinds that every run explores, and the others, which `make soak` does too."""
+    marked = [
+        pytest.param(each, marks=[] if name(each) in every_run else [pytest.mark.soak])
         for each in KINDS
-    ],
-    ids=name,
-)
+    ]
+    return pytest.mark.parametrize("bounds", marked, ids=name)
 
 
-@of_each_kind
+@of_each_kind("prefill-one_sided", "state")
 def test_any_faults_end_without_timers(bounds: Bounds) -> None:
     """No bound on faults: expiry and deadlines may happen, but no end depends on them."""
     prove(Model(bounds), by_timers=False)
 
 
-@of_each_kind
+@of_each_kind("move-streamed", "park-one_sided")
+def test_a_fault_ends_without_timers(bounds: Bounds) -> None:
+    prove(Model(replace(bounds, faults=1)), by_timers=False)
+
+
+def test_a_fault_among_several_parts_ends_without_timers() -> None:
+    """Of several parts the one-sided prefill has the most worlds; the others are in test_several_parts."""
+    prove(Model(Bounds(faults=1)), by_timers=False)
+
+
+@of_each_kind("prefill-one_sided", "move-streamed", "park-one_sided", "state")
 def test_a_lost_or_repeated_message_ends_by_timers(bounds: Bounds) -> None:
-    """Of one part: every run has several parts without losses."""
     prove(Model(replace(bounds, faults=0, losses=1, parts=1)), by_timers=True)
 
 
@@ -68,7 +71,7 @@ def test_a_lost_or_repeated_message_ends_by_timers(bounds: Bounds) -> None:
 @pytest.mark.parametrize("one_sided", [True, False])
 @pytest.mark.parametrize("kind", ["prefill", "move", "park"])
 def test_several_parts(kind: str, one_sided: bool) -> None:
-    """The receiver reads those of running sequences as those of a prefill, which every run explores without losses."""
+    """The receiver reads those of running sequences as those of a prefill, which every run explores with one fault."""
     bounds = Bounds(kind=kind, one_sided=one_sided)
     prove(Model(bounds), by_timers=False)
     prove(Model(replace(bounds, faults=0, losses=1)), by_timers=True)
