@@ -225,7 +225,8 @@ class ItemHandoffs:
             return True
         if worker is None or not worker.ready or not self._keeps_kv(run, worker):
             return False
-        if not self._table.may_park:
+        # A paused item of several would hold a lease, and the blocks of all it generated, for each of them.
+        if not self._table.may_park or not (self._request.config.sequences == 1 or run.moved):
             return False
         self._open("paused", run.sequence_index).park(run, worker, self._tokens_of(run))
         return True
