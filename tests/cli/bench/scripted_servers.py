@@ -16,7 +16,7 @@ import grpc
 from aiohttp import web
 from cli.bench.virtual import Travelling
 from trtmesh.chassis.error_wire import to_metadata, to_proto
-from trtmesh.chassis.errors import BackendFailed, QueueFull
+from trtmesh.chassis.errors import BackendFailed, QueueFull, RateLimited
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.kserve import model_config_pb2
 from trtmesh.tools.bench.targets.target import Url
@@ -37,6 +37,14 @@ class Fault(Enum):
     HANG = auto()
     REFUSE = auto()
     """Before everything: the queue is full."""
+    LIMIT = auto()
+    """Before everything: this caller asks too often."""
+    CANCELLED = auto()
+    """Says that somebody cancelled the request."""
+    NONSENSE = auto()
+    """Sends what is no part of the protocol."""
+    TOO_MUCH = auto()
+    """Sends the last chunk again behind the end."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +118,13 @@ class NativeServer(router_pb2_grpc.MeshServiceServicer):
         if script.fault is Fault.REFUSE:
             error = QueueFull("Exceeds maximum queue size")
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), to_metadata(error))
+        if script.fault is Fault.LIMIT:
+            limit = RateLimited("too often")
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too often", to_metadata(limit))
         yield _event(accepted=router_pb2.RequestAccepted(request_id=request.request_id))
         yield _event(item_started=router_pb2.ItemStarted(prompt_tokens=3, worker="engine-0"))
         async for chunk in self._play.chunks(prompt, script):
-            yield _event(
-                tokens=router_pb2.TokensGenerated(
-                    token_offset=chunk.offset, token_ids=chunk.ids, text=chunk.text
-                )
-            )
+            yield _event(tokens=_tokens(chunk))
         usage = pb.Usage(prompt_tokens=3, generated_tokens=script.tokens)
         if script.fault is Fault.ERROR:
             failed = router_pb2.ItemFailed(
@@ -126,9 +133,14 @@ class NativeServer(router_pb2_grpc.MeshServiceServicer):
             yield _event(item_failed=failed)
         elif script.fault is Fault.BREAK:
             await context.abort(grpc.StatusCode.INTERNAL, "broken")
-        elif script.fault is Fault.NONE:
-            reason = pb.FINISH_REASON_LENGTH
+        elif script.fault is Fault.NONSENSE:
+            yield _event(batch_index=7, tokens=_tokens(chunk))
+        elif script.fault in (Fault.NONE, Fault.CANCELLED, Fault.TOO_MUCH):
+            is_over = script.fault is Fault.CANCELLED
+            reason = pb.FINISH_REASON_CANCELLED if is_over else pb.FINISH_REASON_LENGTH
             yield _event(item_finished=router_pb2.ItemFinished(reason=reason, usage=usage))
+            if script.fault is Fault.TOO_MUCH:
+                yield _event(tokens=_tokens(chunk))
 
     async def Stop(self, request: Any, context: Any) -> Any:
         return router_pb2.StopResponse()
@@ -136,6 +148,12 @@ class NativeServer(router_pb2_grpc.MeshServiceServicer):
     async def Resume(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no resuming")
         yield
+
+
+def _tokens(chunk: Chunk) -> router_pb2.TokensGenerated:
+    return router_pb2.TokensGenerated(
+        token_offset=chunk.offset, token_ids=chunk.ids, text=chunk.text
+    )
 
 
 def _event(**event: Any) -> router_pb2.GenerateResponse:
@@ -198,16 +216,24 @@ class KserveServer:
                     error_message="Exceeds maximum queue size of 8 for model 'ensemble'"
                 )
                 return
+            if script.fault is Fault.LIMIT:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too often")
             async for chunk in self._play.chunks(prompt, script):
                 yield self._response(chunk)
             if script.fault is Fault.ERROR:
                 yield kserve.ModelStreamInferResponse(error_message="out of luck")
             elif script.fault is Fault.BREAK:
                 await context.abort(grpc.StatusCode.INTERNAL, "broken")
-            elif script.fault is Fault.NONE:
+            elif script.fault is Fault.NONSENSE:
+                cut = self._response(chunk)
+                cut.infer_response.raw_output_contents[0] = b"\x05"
+                yield cut
+            elif script.fault in (Fault.NONE, Fault.TOO_MUCH):
                 last = kserve.ModelStreamInferResponse()
                 last.infer_response.parameters["triton_final_response"].bool_param = True
                 yield last
+                if script.fault is Fault.TOO_MUCH:
+                    yield self._response(chunk)
 
     @staticmethod
     def _response(chunk: Chunk) -> Any:
@@ -257,12 +283,11 @@ class HttpServer:
 
         def end() -> Sequence[str]:
             usage = {"prompt_tokens": 3, "completion_tokens": script_tokens}
-            choice = {"index": 0, "text": "", "finish_reason": "length"}
-            return (
-                json.dumps({"choices": [choice]}),
-                json.dumps({"choices": [], "usage": usage}),
-                "[DONE]",
-            )
+            is_over = self._play.script(body["prompt"]).fault is Fault.CANCELLED
+            reason = "cancelled" if is_over else "length"
+            choice = {"index": 0, "text": "", "finish_reason": reason}
+            told = [] if body["prompt"].startswith(UNCOUNTED) else [{"choices": [], "usage": usage}]
+            return (*map(json.dumps, [{"choices": [choice]}, *told]), "[DONE]")
 
         return await self._answer(request, body["prompt"], message, end)
 
@@ -272,6 +297,9 @@ class HttpServer:
         script = self._play.script(prompt)
         if script.fault is Fault.REFUSE:
             return web.json_response({"error": "Exceeds maximum queue size"}, status=503)
+        if script.fault is Fault.LIMIT:
+            later = {"Retry-After": "9"}
+            return web.json_response({"error": "too often"}, status=429, headers=later)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         # The headers come with the first event, as those of a request that waits in a queue.
         async for chunk in self._play.chunks(prompt, script):
@@ -284,14 +312,21 @@ class HttpServer:
             return response
         if script.fault is Fault.ERROR:
             await response.write(b'data: {"error": "out of luck"}\n\n')
-        elif script.fault is Fault.NONE and end:
+        elif script.fault is Fault.NONSENSE:
+            nonsense = {"choices": [3], "text_output": 3, "num_output_tokens": "many"}
+            await response.write(f"data: {json.dumps(nonsense)}\n\n".encode())
+        elif script.fault in (Fault.NONE, Fault.CANCELLED, Fault.TOO_MUCH) and end:
             for line in end():
                 await response.write(f"data: {line}\n\n".encode())
+            if script.fault is Fault.TOO_MUCH:
+                await response.write(f"data: {json.dumps(message(chunk))}\n\n".encode())
         await response.write_eof()
         return response
 
 
 PROTOCOLS = ("grpc", "triton", "triton+http", "openai")
+UNCOUNTED = "uncounted"
+"""Begins a prompt whose tokens the OpenAI server does not tell."""
 
 
 @asynccontextmanager

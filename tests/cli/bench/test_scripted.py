@@ -9,11 +9,20 @@ from hashlib import sha256
 from random import Random
 
 import pytest
-from cli.bench.scripted_servers import PROTOCOLS, Chunk, Fault, Script, Scripts, serving
+from cli.bench.scripted_servers import (
+    PROTOCOLS,
+    UNCOUNTED,
+    Chunk,
+    Fault,
+    Script,
+    Scripts,
+    serving,
+)
 from cli.bench.virtual import SeenTarget, Travelling, run
 from trtmesh.tools.bench.driver import Driver, chains_of
 from trtmesh.tools.bench.loads import planned
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Load, Plan, Prompt
+from trtmesh.tools.bench.slo import is_good, parse_slos
 from trtmesh.tools.bench.targets.opening import opened
 from trtmesh.tools.bench.targets.target import Connecting
 
@@ -121,20 +130,28 @@ OUTCOMES = {
     Fault.NO_END: AnswerOutcome.ERROR,
     Fault.HANG: AnswerOutcome.ERROR,
     Fault.REFUSE: AnswerOutcome.REFUSED,
+    Fault.LIMIT: AnswerOutcome.REFUSED,
+    Fault.CANCELLED: AnswerOutcome.CANCELLED,
+    Fault.NONSENSE: AnswerOutcome.ERROR,
+    Fault.TOO_MUCH: AnswerOutcome.ERROR,
+}
+UNABLE = {
+    # A stream of generate_stream has no mark of its end but the end itself.
+    "triton+http": (Fault.NO_END, Fault.CANCELLED, Fault.TOO_MUCH),
+    # Its streams do not say why they ended.
+    "triton": (Fault.CANCELLED,),
 }
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_fault_has_its_outcome(protocol: str) -> None:
-    """A stream of generate_stream has no mark of its end but the end itself."""
-    faults = [*Fault] * 3
-    if protocol == "triton+http":
-        faults = [fault for fault in faults if fault is not Fault.NO_END]
+    faults = [fault for fault in [*Fault] * 3 if fault not in UNABLE.get(protocol, ())]
 
     def faulty(prompt: str) -> Script:
         index = int(prompt.split()[1])
         script = replace(script_of(prompt), fault=faults[index])
-        return replace(script, chunks=()) if faults[index] is Fault.REFUSE else script
+        refused = faults[index] in (Fault.REFUSE, Fault.LIMIT)
+        return replace(script, chunks=()) if refused else script
 
     answers = measured(protocol, faulty, prompts(len(faults)), timeout_s=100.0)
     assert len(answers) == len(faults)
@@ -150,6 +167,24 @@ def test_every_fault_has_its_outcome(protocol: str) -> None:
             assert "out of luck" in answer.error
         if fault is Fault.REFUSE:
             assert "maximum queue size" in answer.error
+        if fault is Fault.LIMIT:
+            assert "too often" in answer.error
+        if fault is Fault.NONSENSE:
+            assert "does not keep the protocol" in answer.error
+        if fault is Fault.TOO_MUCH:
+            assert "after the end" in answer.error
+
+
+def test_answer_whose_tokens_nobody_counts_is_ok_without_them() -> None:
+    (answer,) = measured("openai", script_of, [Plan((Prompt(0, f"{UNCOUNTED} prompt"),))]).values()
+    assert answer.ok
+    assert (answer.prompt_tokens, answer.output_tokens) == (None, None)
+    # Which is no time between tokens, and so none in time.
+    assert [is_good(answer, parse_slos([slo])) for slo in ("tpot:1e6", "itl:1e6", "gap:1e6")] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_offsets_and_usage_show_lost_and_doubled_tokens() -> None:

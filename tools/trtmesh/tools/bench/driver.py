@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
+from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, TrtmeshError
 from trtmesh.tools.bench.reception import Reception
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Plan
 from trtmesh.tools.bench.targets.target import Target
 
 MOST_OPEN = 16_384
 """Requests at a time in an open loop, so that memory is bounded; the next ones are sent late, as their lag says."""
+
+NONSENSE = (AttributeError, LookupError, TypeError, ValueError, struct.error)
+"""What reading an answer raises that does not keep its protocol: it ends that request, and not the run."""
 
 Chain = Sequence[Plan]
 """The requests of a session in order, or a request outside one."""
@@ -111,6 +115,9 @@ class Driver:
         except TimeoutError:
             late = DeadlineExceeded(f"there was no end within {self._timeout_s:g} s (--timeout)")
             reception.fail_rest(late)
+        except NONSENSE as error:
+            why = f"the answer does not keep the protocol: {type(error).__name__}: {error}"
+            reception.fail_rest(StreamIncomplete(why))
         except asyncio.CancelledError:
             reception.end_rest(AnswerOutcome.CANCELLED, "the run ended before")
             raise

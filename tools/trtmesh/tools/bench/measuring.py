@@ -114,7 +114,7 @@ async def _measured(
     own_cost = await echo(setup.connecting.url.protocol, _expected(load)) if setup.echoes else None
     async with opened(setup.connecting, setup.connections) as targets:
         await connect(targets, plans)
-        await _warm_up(targets, warming, load)
+        await _warm_up(targets, warming, load, setup.timeout_s)
         header = _header(setup, load, own_cost, targets[0].release)
         recorded.tell(header)
         async with (
@@ -178,10 +178,12 @@ async def _sending(
     yield _Sender(send, own.clock, own.busy)
 
 
-async def _warm_up(targets: Sequence[Target], plans: Sequence[Plan], load: Load) -> None:
+async def _warm_up(
+    targets: Sequence[Target], plans: Sequence[Plan], load: Load, timeout_s: float | None
+) -> None:
     """In a closed loop, and without figures."""
     at_once = load.concurrency or len(targets)
-    driver = Driver(targets, lambda _: None)
+    driver = Driver(targets, lambda _: None, timeout_s=timeout_s)
     await driver.send(chains_of(planned(plans, Load("closed"), 0)), at_once)
 
 

@@ -90,6 +90,9 @@ class Reception:
         if not (text or count):
             return
         item = self._items[batch_index]
+        if item.ended_s is not None:
+            item.outcome, item.error = AnswerOutcome.ERROR, "content came after the end of the item"
+            return
         item.arrivals_s.append(self._clock())
         item.tokens.append(count)
         sequence = item.sequences.get(sequence_index)
@@ -111,7 +114,10 @@ class Reception:
         item.worker, item.prompt_tokens = worker, prompt_tokens
 
     def usage(self, batch_index: int, prompt_tokens: int | None, output_tokens: int | None) -> None:
-        """What the server says it used. Tokens that it counts and never sent are lost."""
+        """What the server says it used. Tokens that it counts and never sent are lost. Raises ValueError."""
+        for count in (prompt_tokens, output_tokens):
+            if count is not None and not (isinstance(count, int) and count >= 0):
+                raise ValueError(f"the server counts {count!r} tokens")
         item = self._items[batch_index]
         if prompt_tokens is not None:
             item.prompt_tokens = prompt_tokens

@@ -26,11 +26,12 @@ class Slo:
     limit_ms: float
 
     def is_met(self, answer: Answer) -> bool:
-        values = SLO_MEASURES[self.name](answer)
-        # Without a second token there is no time between tokens to be late; without a first the answer never came.
-        return all(value <= self.limit_ms for value in values) and bool(
-            values or (answer.arrivals_s and self.name != "ttft")
-        )
+        if values := SLO_MEASURES[self.name](answer):
+            return all(value <= self.limit_ms for value in values)
+        # Without a second token there is no time between tokens to be late; without a first the answer never came, and
+        # where nobody counted the tokens, their times are unknown.
+        is_known = self.name == "gap" or answer.output_tokens is not None
+        return bool(answer.arrivals_s) and self.name != "ttft" and is_known
 
 
 SLO_MEASURES: Mapping[str, Callable[[Answer], Sequence[float]]] = {

@@ -35,7 +35,9 @@ class OpenAiTarget:
             async for event in events:
                 if event == b"[DONE]":
                     if usage:
-                        reception.usage(0, usage["prompt_tokens"], usage["completion_tokens"])
+                        reception.usage(
+                            0, usage.get("prompt_tokens"), usage.get("completion_tokens")
+                        )
                     reception.finish(0, reason)
                     continue
                 fields = parsed(event)
