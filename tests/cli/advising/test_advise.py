@@ -16,7 +16,8 @@ from trtmesh.cli.app import app
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.tools.advising.forecast import Counts
 from trtmesh.tools.advising.mesh import load_between, page_of, rates_of
-from trtmesh.tools.bench.record import Answer, AnswerOutcome, Header, Line, Load, as_line
+from trtmesh.tools.bench.record import Answer, AnswerOutcome, Header, Line, Load
+from trtmesh.tools.bench.run_file import as_line
 from typer.testing import CliRunner, Result
 
 RATES = ("--prefill-tokens-per-second", "8000", "--step-ms", "20", "--step-ms-per-sequence", "0.5")

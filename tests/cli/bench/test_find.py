@@ -11,7 +11,8 @@ from subprocess import CompletedProcess
 import pytest
 from cli.commands import running, running_stack, trtmesh
 from trtmesh.tools.bench.find import repeated
-from trtmesh.tools.bench.record import Plan, Prompt, read_runs
+from trtmesh.tools.bench.record import Plan, Prompt
+from trtmesh.tools.bench.run_file import read_runs
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,9 @@ from trtmesh.tools.bench.record import (
     Load,
     Run,
     RunEnd,
-    RunFile,
-    as_line,
-    read_runs,
     without_secrets,
 )
+from trtmesh.tools.bench.run_file import RunFile, as_line, read_runs
 
 HEADER = Header(
     target="grpc://127.0.0.1:8001",

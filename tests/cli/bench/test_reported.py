@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.commands import running_stack, trtmesh
-from trtmesh.tools.bench.record import read_runs
+from trtmesh.tools.bench.run_file import read_runs
 
 
 def test_a_sweep_is_recorded_and_reported(tmp_path: Path) -> None:

@@ -16,19 +16,11 @@ from cli.commands import trtmesh
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.tools.bench.figures import MOST_ERRORS, TOTALS, Report, report_of
 from trtmesh.tools.bench.measures import MEASURES
-from trtmesh.tools.bench.record import (
-    Answer,
-    AnswerOutcome,
-    Disruption,
-    Line,
-    Load,
-    Run,
-    RunEnd,
-    as_line,
-)
+from trtmesh.tools.bench.record import Answer, AnswerOutcome, Disruption, Line, Load, Run, RunEnd
 from trtmesh.tools.bench.report import ReportOptions
 from trtmesh.tools.bench.reports.files import as_csv, as_json, run_object
 from trtmesh.tools.bench.reports.tables import number
+from trtmesh.tools.bench.run_file import as_line
 from trtmesh.tools.bench.slo import parse_slos
 
 HOSTILE = '<script>alert(1)</script>"\x1b[31m</svg>'

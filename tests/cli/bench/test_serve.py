@@ -17,9 +17,10 @@ from cli.bench.runs import answer as known
 from cli.commands import Stack, running, running_stack, trtmesh
 from e2e.mesh import DEMO
 from trtmesh.tools.bench.echo import ClientTooSlow, check_client, echo
-from trtmesh.tools.bench.record import Answer, AnswerOutcome, Load, Run, RunEnd, read_runs
+from trtmesh.tools.bench.record import Answer, AnswerOutcome, Load, Run, RunEnd
 from trtmesh.tools.bench.report import ReportOptions
-from trtmesh.tools.bench.serve import _report
+from trtmesh.tools.bench.run_file import read_runs
+from trtmesh.tools.bench.serving import report
 
 WORKLOAD = (
     *("--requests", "10", "--input-tokens", "5..40", "--output-tokens", "1..8"),
@@ -287,9 +288,9 @@ def test_sweep_reports_the_runs_that_were_the_servers(capfd: pytest.CaptureFixtu
         header=replace(HEADER, load=Load("closed", concurrency=999)),
         end=RunEnd(1.0, client_busy=0.97),
     )
-    assert _report([fit, busy], ReportOptions(), checks=True) == 1
+    assert report([fit, busy], ReportOptions(), checks=True) == 1
     out, err = capfd.readouterr()
     assert "999 at a time" not in out
     assert "under closed, 999 at a time the client itself computed 97% of the time" in err
-    assert _report([fit, busy], ReportOptions(), checks=False) == 0
+    assert report([fit, busy], ReportOptions(), checks=False) == 0
     assert "999 at a time" in capfd.readouterr().out

@@ -202,7 +202,7 @@ def _advise(
     # Need numpy, and the router's and the engine's code.
     from trtmesh.tools.advising.forecast import Counts, check_of, forecast, simulated_slos
     from trtmesh.tools.advising.search import Search
-    from trtmesh.tools.bench.record import read_runs
+    from trtmesh.tools.bench.run_file import read_runs
 
     slos = simulated_slos(slo)
     fixed = None if engines is None else Counts.parse(engines, "--engines")

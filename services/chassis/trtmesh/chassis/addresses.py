@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 import grpc
 from trtmesh.chassis.errors import PortInUse, SettingsError, StartupError
 
+DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8001", "127.0.0.1:8003"
+"""Where a client expects its router, and the router's administration."""
+
 _NAME = re.compile(r"[\w.-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 

@@ -17,9 +17,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from trtmesh.chassis.addresses import DEFAULT_ADDRESS
 from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.connecting import WrongConnection, WrongService, check_address
 from trtmesh.chassis.errors import (
@@ -33,7 +34,9 @@ from trtmesh.cli.option_groups import option
 from trtmesh.cli.output import give_up, say_error
 from trtmesh.cli.stacks import stack_meant
 from trtmesh.cli.tls import CONNECTION, TlsOptions
-from trtmesh.client import DEFAULT_ADDRESS, Client
+
+if TYPE_CHECKING:
+    from trtmesh.client import Client
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -146,6 +149,8 @@ class RouterOptions:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Client]:
         """Connects to the router, by default of the user's stack; errors name the address and the remedy."""
+        from trtmesh.client import Client
+
         api_key = ApiKey.read(self.api_key_file, os.environ)
         address, tls = self.router, self.tls.client_tls()
         if address is None:

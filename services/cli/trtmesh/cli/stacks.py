@@ -15,8 +15,9 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
+from trtmesh.chassis.addresses import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.client import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, ClientTls
+from trtmesh.chassis.tls.client import ClientTls
 
 NETWORK = Path("/proc/self/ns/net")
 

@@ -3,10 +3,11 @@
 Calls raise the errors of `trtmesh.chassis.errors`. Messages of generation.proto for options are exported too.
 """
 
+from trtmesh.chassis.addresses import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS
 from trtmesh.chassis.bearer import AdminToken, ApiKey
 from trtmesh.chassis.tls.client import ClientTls
-from trtmesh.client.admin import DEFAULT_ADMIN_ADDRESS, AdminClient
-from trtmesh.client.client import DEFAULT_ADDRESS, Client
+from trtmesh.client.admin import AdminClient
+from trtmesh.client.client import Client
 from trtmesh.client.events import (
     Accepted,
     Event,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED, AdapterContent
+from trtmesh.chassis.addresses import DEFAULT_ADMIN_ADDRESS
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.errors import DeadlineExceeded, InvalidField
 from trtmesh.chassis.tls.client import ClientTls
@@ -17,8 +18,6 @@ from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1 import router_admin_pb2_grpc, router_pb2
 from trtmesh.v1.engine_pb2 import WorkerRole
 from trtmesh.v1.generation_pb2 import AdapterFormat
-
-DEFAULT_ADMIN_ADDRESS = "127.0.0.1:8003"
 
 PART_BYTES = 1 << 18
 """Bytes of a message of an upload."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, Unpack
 
 import grpc
+from trtmesh.chassis.addresses import DEFAULT_ADDRESS
 from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.channels import GREETING_SECONDS
 from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, TrtmeshError, Unavailable
@@ -22,8 +23,6 @@ from trtmesh.client.resumption import Progress
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 from trtmesh.v1.generation_fields import Options
-
-DEFAULT_ADDRESS = "127.0.0.1:8001"
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 

@@ -12,8 +12,7 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.extras import check_extras
 from trtmesh.cli.output import put, say
 from trtmesh.cli.session import FAILED, OK, run
-from trtmesh.cli.tables import print_tables
-from trtmesh.tools.bench.record import Run, read_runs
+from trtmesh.tools.bench.record import Run
 
 
 def compare(
@@ -39,8 +38,10 @@ def compare(
 async def _compare(a: Path, b: Path, threshold: float, *, json: bool) -> int:
     check_extras(["bench"])
     # Needs numpy.
+    from trtmesh.cli.tables import print_tables
     from trtmesh.tools.bench.comparison import compare as compared
     from trtmesh.tools.bench.reports.tables import comparison_line, comparison_table
+    from trtmesh.tools.bench.run_file import read_runs
 
     status = OK
     for one, other in _paired(read_runs(a), read_runs(b)):

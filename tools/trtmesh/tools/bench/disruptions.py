@@ -4,76 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from random import Random
 
 from trtmesh.chassis.bearer import AdminToken
-from trtmesh.chassis.errors import SettingsError, TrtmeshError
+from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.cli.stacks import RunningStack
 from trtmesh.cli.tables import role_word
 from trtmesh.client import AdminClient
-from trtmesh.client.admin import ROLES
+from trtmesh.tools.bench.disruption_options import Fault
 from trtmesh.tools.bench.record import Disruption
-from trtmesh.tools.bench.stack_processes import (
-    SERVICES,
-    StackProcess,
-    frozen,
-    kill,
-    processes_of,
-)
+from trtmesh.tools.bench.stack_processes import StackProcess, frozen, kill, processes_of
 from trtmesh.v1 import router_admin_pb2 as pb
 
-FORMS = "kill:engine@30s, freeze:engine@30s+2s, drain:engine@30s+5s or role:engine=decode@30s+5s"
-KINDS = ("kill", "freeze", "drain", "role")
-LENGTHS_S = {"freeze": 2.0, "drain": 5.0, "role": 5.0}
-"""How long each lasts unless said."""
 RETURN_SECONDS = 120.0
 """Longest wait for what was killed: a large model loads as long."""
 POLL_SECONDS = 0.05
 
-_SPELLED = re.compile(
-    rf"({'|'.join(KINDS)}):([\w.-]+)(?:=(\w+))?@(\d+(?:\.\d+)?)s?(?:\+(\d+(?:\.\d+)?)s?)?"
-)
-
 
 class FaultFailed(Exception):
     """A fault could not be made, or did not end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What to do to which part of a stack, when and how long."""
-
-    kind: str
-    target: str
-    """A service, of which one is drawn, or the name of an engine."""
-    at_s: float
-    length_s: float = 0.0
-    role: str = ""
-
-
-def read_fault(text: str) -> Fault:
-    """Raises SettingsError."""
-    match = _SPELLED.fullmatch(text)
-    if match is None:
-        raise SettingsError(f"is {text!r} but must be like {FORMS}", setting="--disrupt")
-    kind, target, role, at, length = match.groups()
-    if (kind == "role") != bool(role) or (role and role not in ROLES):
-        raise SettingsError(
-            f"is {text!r}, but a role, and nothing else, has =ROLE, one of {', '.join(ROLES)}",
-            setting="--disrupt",
-        )
-    if kind in ("drain", "role") and target in SERVICES and target != "engine":
-        raise SettingsError(f"is {text!r}, but only engines have {kind}", setting="--disrupt")
-    if kind == "kill" and length:
-        raise SettingsError(
-            f"is {text!r}, but what is killed comes back by itself; leave +{length} out",
-            setting="--disrupt",
-        )
-    return Fault(kind, target, float(at), float(length or LENGTHS_S.get(kind, 0)), role or "")
 
 
 class Faults:

@@ -14,16 +14,15 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK, run
-from trtmesh.tools.bench.echo import ClientTooSlow, check_client
-from trtmesh.tools.bench.measuring import Setup, Watch, measure, server_count
 from trtmesh.tools.bench.record import Load, Plan, Run
 from trtmesh.tools.bench.report import ReportOptions
-from trtmesh.tools.bench.serve import ClientOptions, TargetOptions, is_interrupted
+from trtmesh.tools.bench.serve import ClientOptions, TargetOptions
 from trtmesh.tools.bench.slo import parse_slos
 from trtmesh.tools.bench.targets.target import FORMS
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
 if TYPE_CHECKING:
+    from trtmesh.tools.bench.measuring import Setup, Watch
     from trtmesh.tools.bench.search import Found, Goal, Trial
 
 SEARCH = "Search"
@@ -100,7 +99,8 @@ async def _find(
     reports.check()
     if not reports.slo:
         raise SettingsError("is needed, as in --slo ttft:200", setting="--slo")
-    # Needs numpy.
+    # Need a second, and numpy.
+    from trtmesh.tools.bench.measuring import server_count
     from trtmesh.tools.bench.search import find as found_by
 
     goal = search.goal()
@@ -132,6 +132,9 @@ class Runs:
 
     async def at(self, rate: float) -> Run | None:
         """None at Ctrl-C, and where the figures would be the client's."""
+        from trtmesh.tools.bench.echo import ClientTooSlow, check_client
+        from trtmesh.tools.bench.measuring import measure
+
         plans = [
             *islice(repeated(self._plans), max(FEWEST_REQUESTS, math.ceil(rate * self._seconds)))
         ]
@@ -150,7 +153,7 @@ class Runs:
             self.given_up = FAILED
             return None
         self.done.append(measured)
-        if is_interrupted(measured):
+        if measured.is_interrupted:
             self.given_up = INTERRUPTED
         return None if self.given_up else measured
 

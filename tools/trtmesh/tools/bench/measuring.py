@@ -20,18 +20,8 @@ from trtmesh.tools.bench.echo import echo
 from trtmesh.tools.bench.live import live_view
 from trtmesh.tools.bench.loads import planned
 from trtmesh.tools.bench.processes import Job, sending
-from trtmesh.tools.bench.record import (
-    Answer,
-    Echo,
-    Header,
-    Line,
-    Load,
-    Plan,
-    Prompt,
-    Run,
-    RunEnd,
-    RunFile,
-)
+from trtmesh.tools.bench.record import Answer, Echo, Header, Line, Load, Plan, Prompt, Run, RunEnd
+from trtmesh.tools.bench.run_file import RunFile
 from trtmesh.tools.bench.server_metrics import ServerMetrics
 from trtmesh.tools.bench.targets.opening import CONNECT_SECONDS, connect, opened
 from trtmesh.tools.bench.targets.target import Connecting, Target

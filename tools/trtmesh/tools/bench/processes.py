@@ -17,7 +17,8 @@ import orjson
 from pydantic import TypeAdapter
 from trtmesh.chassis.errors import StartupError
 from trtmesh.tools.bench.driver import MOST_OPEN, Driver
-from trtmesh.tools.bench.record import Answer, Plan, as_line, parse_line
+from trtmesh.tools.bench.record import Answer, Plan
+from trtmesh.tools.bench.run_file import as_line, parse_line
 from trtmesh.tools.bench.targets.opening import connect, opened
 from trtmesh.tools.bench.targets.target import Connecting
 

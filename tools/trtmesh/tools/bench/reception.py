@@ -89,7 +89,7 @@ class Reception:
         count = len(ids) or tokens
         if not (text or count):
             return
-        item = self._items[batch_index]
+        item, content = self._items[batch_index], text.encode("utf-8", "surrogatepass")
         if item.ended_s is not None:
             item.outcome, item.error = AnswerOutcome.ERROR, "content came after the end of the item"
             return
@@ -98,7 +98,7 @@ class Reception:
         sequence = item.sequences.get(sequence_index)
         if sequence is None:
             sequence = item.sequences[sequence_index] = _Sequence()
-        sequence.text.update(text.encode("utf-8", "surrogatepass"))
+        sequence.text.update(content)
         if ids:
             item.has_ids = True
             sequence.ids.update((" ".join(map(str, ids)) + " ").encode())

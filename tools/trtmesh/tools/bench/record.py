@@ -1,8 +1,4 @@
-"""The record of a run: what is sent, what came back, and the file of both.
-
-A file has one run after another, a JSON object a line: a line of kind `run` begins one, a line of kind `answer` follows
-for every item that was sent, in the order in which they ended, and a line of kind `end` closes it. A run without that
-line was killed; its answers count. Lines of kind `sample` have metrics of the server, if they were read.
+"""What a run is: what is sent, what came back, and how it was made.
 
 Times are seconds since the start of the run, of a monotonic clock; `Header.started_unix_s` is that start by the clock
 on the wall.
@@ -11,21 +7,12 @@ on the wall.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from io import FileIO
-from pathlib import Path
-from typing import IO, Any, Literal, Self
-
-import orjson
-from pydantic import TypeAdapter, ValidationError
-from trtmesh.chassis.errors import SettingsError
 
 SCHEMA = 1
-"""Version of the file; a reader refuses a newer one."""
-
-MAX_LINE_BYTES = 1 << 28
+"""Version of the file of runs; a reader refuses a newer one."""
 
 
 class AnswerOutcome(StrEnum):
@@ -242,6 +229,10 @@ class Run:
         return f"{self.header.load}{disrupted}"
 
     @property
+    def is_interrupted(self) -> bool:
+        return self.end is not None and self.end.interrupted
+
+    @property
     def lags_s(self) -> tuple[float, ...]:
         """How late each item was sent."""
         return tuple(answer.lag_s for answer in self.answers)
@@ -251,126 +242,7 @@ class Run:
 
 
 Line = Header | Answer | MetricsSample | RunEnd
-
-_KINDS: Mapping[str, TypeAdapter[Line]] = {
-    "run": TypeAdapter(Header),
-    "answer": TypeAdapter(Answer),
-    "sample": TypeAdapter(MetricsSample),
-    "end": TypeAdapter(RunEnd),
-}
-
-
-_KIND_OF = {Header: "run", Answer: "answer", MetricsSample: "sample", RunEnd: "end"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    kind: Literal["run", "answer", "sample", "end"]
-    schema: int = SCHEMA
-
-
-_KIND = TypeAdapter(_Kind)
-
-
-def as_line(line: Line) -> bytes:
-    kind = _KIND_OF[type(line)]
-    return orjson.dumps({"kind": kind} | _values(line), default=_plain) + b"\n"
-
-
-def _values(line: Line) -> dict[str, Any]:
-    return {name: getattr(line, name) for name in line.__dataclass_fields__}
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(type(value).__name__)
-
-
-class RunFile:
-    """Writes runs while they happen, a line at a time, so that a killed process leaves what it had."""
-
-    def __init__(self, path: Path) -> None:
-        self.problem = ""
-        """Why the file ends before the runs."""
-        self._path = path
-        self._file: FileIO | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._file = self._path.open("wb", buffering=0)
-        except OSError as error:
-            raise SettingsError(f"{self._path} cannot be written: {error.strerror}") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file:
-            self._file.close()
-
-    def write(self, line: Line) -> None:
-        """Where the disk is full, the run goes on without the file."""
-        assert self._file, "used outside `with`"
-        rest = b"" if self.problem else as_line(line)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self.problem = f"{self._path} ends early, since it cannot be written: {error.strerror}"
-
-
-def read_runs(path: Path) -> Sequence[Run]:
-    """The runs of a file. Raises SettingsError with the line for what is no record."""
-    try:
-        with path.open("rb") as lines:
-            return [*_runs(path, lines)]
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _runs(path: Path, lines: IO[bytes]) -> Iterator[Run]:
-    run: Run | None = None
-    answers: list[Answer] = []
-    samples: list[MetricsSample] = []
-
-    def whole(run: Run) -> Run:
-        return replace(run, answers=tuple(answers), samples=tuple(samples))
-
-    for number, text in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES), b""), 1):
-        if not text.endswith(b"\n"):
-            # The process was killed in the middle of the line.
-            break
-        line = parse_line(f"{path}, line {number}", text)
-        if isinstance(line, Header):
-            if run:
-                yield whole(run)
-            run, answers, samples = Run(line, ()), [], []
-        elif run is None:
-            raise SettingsError(f"{path}, line {number}: no line of kind 'run' comes before it")
-        elif isinstance(line, Answer):
-            answers.append(line)
-        elif isinstance(line, MetricsSample):
-            samples.append(line)
-        else:
-            run = replace(run, end=line)
-    if run is None:
-        raise SettingsError(f"{path} has no run; write one with `trtmesh bench serve --record`")
-    yield whole(run)
-
-
-def parse_line(where: str, text: bytes) -> Line:
-    """Raises SettingsError with the place."""
-    try:
-        # Read as JSON, where tuples are lists and outcomes are words.
-        seen = _KIND.validate_json(text)
-        if seen.schema > SCHEMA:
-            raise SettingsError(
-                f"{where}: schema {seen.schema} is newer than {SCHEMA}, the last that this release reads"
-            )
-        return _KINDS[seen.kind].validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field_name = ".".join(map(str, first["loc"])) or "the line"
-        raise SettingsError(f"{where}: {field_name}: {first['msg']}") from error
+"""Of a file of runs."""
 
 
 def without_secrets(arguments: Sequence[str]) -> str:

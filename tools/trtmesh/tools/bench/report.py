@@ -13,8 +13,7 @@ from trtmesh.cli.extras import check_extras
 from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put, readable
 from trtmesh.cli.session import OK, run
-from trtmesh.cli.tables import print_tables
-from trtmesh.tools.bench.record import Run, read_runs
+from trtmesh.tools.bench.record import Run
 from trtmesh.tools.bench.slo import parse_slos
 
 if TYPE_CHECKING:
@@ -82,6 +81,7 @@ class ReportOptions:
 
 
 def _print(found: Report) -> None:
+    from trtmesh.cli.tables import print_tables
     from trtmesh.tools.bench.reports.tables import run_tables, sweep_table
 
     for each in found.runs:
@@ -121,6 +121,8 @@ def report(
 
 
 async def _report(records: Sequence[Path], options: ReportOptions) -> int:
+    from trtmesh.tools.bench.run_file import read_runs
+
     options.check()
     options.report([each for record in records for each in read_runs(record)])
     return OK

@@ -37,7 +37,7 @@ class GenerateStreamTarget:
         async with aclosing(events):
             async for event in events:
                 fields = parsed(event)
-                text = str(fields.get("text_output", ""))
+                text = fields.get("text_output") or ""
                 reception.chunk(0, text)
                 counts.add(fields, has_content=bool(text))
         reception.usage(0, counts.prompt, counts.output())

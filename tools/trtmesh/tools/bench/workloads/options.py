@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.option_groups import option
 from trtmesh.tools.bench.record import Plan
-from trtmesh.tools.bench.workloads.files import read_rows
 from trtmesh.tools.bench.workloads.lengths import FORMS, MOST_TOKENS, read_lengths
-from trtmesh.tools.bench.workloads.rows import Row, plans_of
-from trtmesh.tools.bench.workloads.synthetic import (
-    Synthetic,
-    read_schemas,
-    with_adapters,
-    with_schemas,
-)
-from trtmesh.tools.bench.workloads.words import (
-    COMMON,
-    Count,
-    Words,
-    local_tokenizer,
-    one_token_words,
-)
+
+if TYPE_CHECKING:
+    from trtmesh.tools.bench.workloads.rows import Row
+    from trtmesh.tools.bench.workloads.words import Count
 
 PANEL = "Workload"
 INPUT_TOKENS, OUTPUT_TOKENS = "200", "100"
@@ -100,6 +90,19 @@ class WorkloadOptions:
     async def plans(self, seed: int, count: Count | None = None) -> tuple[Plan, ...]:
         """The requests. `count` is the server's tokenizer, used without one of `--tokenizer`. Raises SettingsError
         and InvalidRequest."""
+        from trtmesh.tools.bench.workloads.rows import plans_of
+        from trtmesh.tools.bench.workloads.synthetic import (
+            read_schemas,
+            with_adapters,
+            with_schemas,
+        )
+        from trtmesh.tools.bench.workloads.words import (
+            COMMON,
+            Words,
+            local_tokenizer,
+            one_token_words,
+        )
+
         rows = self._rows(seed)
         candidates: Sequence[str] = COMMON
         if self.tokenizer:
@@ -118,6 +121,9 @@ class WorkloadOptions:
         return plans
 
     def _rows(self, seed: int) -> list[Row]:
+        from trtmesh.tools.bench.workloads.files import read_rows
+        from trtmesh.tools.bench.workloads.synthetic import Synthetic
+
         drawn = {
             "--input-tokens": self.input_tokens,
             "--prefix-groups": self.prefix_groups,
