@@ -60,6 +60,12 @@ class Decoded:
         return count / (end - begin)
 
     @property
+    def whole_rate(self) -> float:
+        """Tokens a second from the start to the last token."""
+        end = max(times[-1] for times in self.arrivals)
+        return sum(map(len, self.arrivals)) / (end - self.started)
+
+    @property
     def first_token_seconds(self) -> float:
         return min(self.first_tokens_seconds)
 

@@ -7,8 +7,6 @@ prompts differ, and are sent as ids.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -18,8 +16,10 @@ from itertools import count
 from random import Random
 
 from _doors import NATIVE
-from _load import Figures, Stream, connections, gaps_ms
+from _load import Stream, connections, gaps_ms
+from _options import tell
 from _stack import Fleet, fleet
+from _turns import Figures
 from trtmesh.chassis.grpc.client import ClientConnection
 from trtmesh.tools.bench.figures import percentile
 
@@ -186,7 +186,7 @@ async def compare(setups: Sequence[Setup], traffic: Traffic, rounds: int) -> Fig
     for number in range(rounds):
         for setup in setups:
             result = await run_once(setup, traffic, number)
-            print(f"{setup.name}: {json.dumps(result)}", file=sys.stderr)
+            tell(setup.name, result)
             runs[setup.name].append(result)
     return {
         name: sorted(results, key=lambda result: result["chat_gap_p99_ms"])[len(results) // 2]

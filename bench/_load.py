@@ -1,4 +1,4 @@
-"""Streams over the mesh's own client, the CPU that they cost, and figures of what is measured in turn.
+"""Streams over the mesh's own client, and the CPU that they cost.
 
 Messages stay bytes and are parsed after the streams: the client shares the machine with the services.
 """
@@ -12,23 +12,13 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
-import uvloop
 from _doors import Door
-from _options import options_of
 from _stack import Stack
 from trtmesh.chassis.grpc.client import ClientConnection, connected
 from trtmesh.chassis.tls.client import ClientTls
@@ -39,12 +29,7 @@ MAX_MESSAGE_BYTES, CONNECT_SECONDS = 2**26, 30.0
 CLEANED_SECONDS = 0.1
 """What the services clean up belongs to the streams before."""
 
-Figures = dict[str, Any]
-
-
-def run_bench(main: Callable[..., Coroutine[Any, Any, None]]) -> None:
-    """Runs it with the options of the command line."""
-    uvloop.run(main(**options_of(main)))
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -98,19 +83,19 @@ async def ask(connection: ClientConnection, door: Door, request: bytes, tokens: 
     return stream.first_seconds(door)
 
 
-async def at_once(calls: Sequence[Callable[[], Awaitable[object]]], count: int) -> float:
-    """Has so many calls made, by as many at once as there are `calls`. Returns the seconds."""
-    left = iter(range(count))
+async def at_once(calls: Sequence[Callable[[], Awaitable[T]]], count: int) -> tuple[float, list[T]]:
+    """Has so many calls made, by as many at once as there are `calls`. Returns the seconds, and what each gave."""
+    left, found = iter(range(count)), list[T]()
 
-    async def client(call: Callable[[], Awaitable[object]]) -> None:
+    async def client(call: Callable[[], Awaitable[T]]) -> None:
         for _ in left:
-            await call()
+            found.append(await call())
 
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for call in calls:
             group.create_task(client(call))
-    return time.perf_counter() - began
+    return time.perf_counter() - began, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +132,11 @@ async def together(
     count: int,
     tokens: int,
     tls: ClientTls | None = None,
+    prompt: str = PROMPT,
     meanwhile: Callable[[Sequence[Stream]], Awaitable[object]] | None = None,
 ) -> Together:
     """Sends `count` equal requests at once over one connection. Raises SystemExit unless every token came."""
-    streams, request = [Stream() for _ in range(count)], door.request(PROMPT, tokens)
+    streams, request = [Stream() for _ in range(count)], door.request(prompt, tokens)
     async with connections(mesh.address, 1, tls) as (connection,):
         before, client = mesh.cpu_seconds(), sum(os.times()[:2])
         started = time.perf_counter()
@@ -175,66 +161,19 @@ def microseconds(
     return {name: (after[name] - before[name]) / count * 1e6 for name in after}
 
 
-@dataclass(slots=True)
-class Found:
-    """Values of several runs by name."""
-
-    values: dict[str, list[float]] = field(default_factory=dict)
-
-    def note(self, name: str, value: float) -> None:
-        self.values.setdefault(name, []).append(value)
-
-    def note_all(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self.note(name, value)
-
-    def note_cpu(self, used: Mapping[str, float]) -> None:
-        """CPU by service, and of all."""
-        self.note_all({f"{name}_us": each for name, each in used.items()})
-        if used:
-            self.note("services_us", sum(used.values()))
-
-    def medians(self, digits: int = 2) -> Figures:
-        return {name: round(statistics.median(each), digits) for name, each in self.values.items()}
-
-    def ratios(self, before: Found) -> dict[str, list[float]]:
-        """To the values of the same turns, by name. Threads that end take their time from the account of CPU, so that a
-        figure may not be positive."""
-        return {
-            name: [
-                own / other
-                for own, other in zip(values, before.values[name], strict=True)
-                if min(own, other) > 0
-            ]
-            for name, values in self.values.items()
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A way to ask, by as many calls as may be made at once, and the CPU time of what serves them so far."""
+    """A way to ask, by as many calls as may be made at once, each for the seconds to its first token, and the CPU time
+    of what serves them so far."""
 
-    calls: Sequence[Callable[[], Awaitable[object]]]
+    calls: Sequence[Callable[[], Awaitable[float]]]
     cpu_seconds: Callable[[], float]
 
     async def turn(self, count: int, tokens: int = 1) -> Mapping[str, float]:
-        """CPU of a token, and the requests that are served in a second."""
+        """CPU of a token, the requests that are served in a second, and the median time to their first tokens."""
         before = self.cpu_seconds()
-        seconds = await at_once(self.calls, count)
+        seconds, firsts = await at_once(self.calls, count)
         await asyncio.sleep(2 * CLEANED_SECONDS)
         used = (self.cpu_seconds() - before) * 1e6 / (count * tokens)
-        return {"cpu_us": used, "per_second": count / seconds}
-
-
-async def in_turn(
-    sides: Mapping[str, Callable[[], Awaitable[Mapping[str, float]]]], rounds: int
-) -> dict[str, Found]:
-    """Measures the sides in turn, in alternating order, so that drift of the machine affects all; a first round warms
-    up."""
-    found = {name: Found() for name in sides}
-    for turn in range(rounds + 1):
-        for name in [*sides] if turn % 2 else reversed([*sides]):
-            figures = await sides[name]()
-            if turn:
-                found[name].note_all(figures)
-    return found
+        ttft = statistics.median(firsts) * 1e3
+        return {"cpu_us": used, "per_second": count / seconds, "ttft_p50_ms": ttft}

@@ -1,28 +1,24 @@
 """Placement of adapters: by replay's simulation, and by a router with simulated workers.
 
-Zipf traffic of 200 adapters over 8 workers with 16 slots: loads per 1,000 requests and TTFT by policy. Mixed ranks: the
-highest arrival rate with a p99 TTFT of at most a second, against the same policy without ranks.
+Zipf traffic of 200 adapters over 8 workers with 16 slots: loads per 1,000 requests and TTFT by policy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from _doors import NATIVE
-from _load import Figures, ask, connections
+from _load import ask, connections
+from _options import tell
 from _stack import Announcement, routers, samples, simulated_fleet
+from _turns import Figures
 from trtmesh.chassis.grpc.client import ClientConnection
-from trtmesh.router.placement import POLICIES, AdapterNeed, PlacementQuery
-from trtmesh.router.placement.policies import Fleet, Policy
-from trtmesh.router.placement.residency import AdapterOutlook
 from trtmesh.tools.bench.figures import percentile
 from trtmesh.tools.fleet_replay.fleet_model import FleetModel, ReplayResult
 from trtmesh.tools.fleet_replay.simulation import replay
@@ -30,9 +26,9 @@ from trtmesh.tools.fleet_replay.trace import Arrival
 from trtmesh.v1 import generation_pb2 as pb
 
 WORKERS, SLOTS, ADAPTERS = 8, 16, 200
-RANKS = (8, 16, 32, 64, 128)
+MESH_ITEMS = 1500
+RANK = 16
 LOAD_MS, STEP_MS = 300, 10
-LONGEST_TTFT = 1.0
 FLEET = (
     *("--simulated-timing-step-ms", str(STEP_MS), "--load-interval-seconds", "0.1"),
     *("--simulated-adapters-slots", str(SLOTS)),
@@ -40,23 +36,14 @@ FLEET = (
 COMPARED = ("round_robin", "least_loaded", "lora_aware", "auto")
 
 
-def traffic(
-    items: int,
-    rate: float,
-    ranks: Sequence[int] = (16,),
-    exponent: float = 1.0,
-    new_tokens: int = 64,
-) -> list[Arrival]:
-    """Arrivals of adapters with Zipf's popularity, at random times; a rank per adapter."""
+def traffic(items: int, rate: float) -> list[Arrival]:
+    """Arrivals of adapters with Zipf's popularity, at random times."""
     dice, now, arrivals = random.Random(3), 0.0, []
-    weights = [number**-exponent for number in range(1, ADAPTERS + 1)]
-    rank_of = [dice.choice(ranks) for _ in weights]
+    weights = [1 / number for number in range(1, ADAPTERS + 1)]
     for number in dice.choices(range(ADAPTERS), weights, k=items):
         now += dice.expovariate(rate)
-        lengths = dice.randint(100, 300), dice.randint(new_tokens // 2, new_tokens * 3 // 2)
-        arrivals.append(
-            Arrival(now, *lengths, 32, (), adapter=str(number), adapter_rank=rank_of[number])
-        )
+        lengths = dice.randint(100, 300), dice.randint(32, 96)
+        arrivals.append(Arrival(now, *lengths, 32, (), adapter=str(number), adapter_rank=RANK))
     return arrivals
 
 
@@ -99,61 +86,6 @@ def fewest_loads() -> float:
     """Loads per 1,000 requests if the slots always held the most popular adapters, each on a single worker."""
     weights = [1 / number for number in range(1, ADAPTERS + 1)]
     return round(1000 * sum(weights[WORKERS * SLOTS :]) / sum(weights), 1)
-
-
-def _without_rank(query: PlacementQuery) -> PlacementQuery:
-    need = query.adapter
-    if need is None:
-        return query
-    outlook = AdapterOutlook(delivery_seconds=need.outlook.delivery_seconds)
-    return query._replace(adapter=AdapterNeed(need.adapter, 0, need.deliverable, outlook))
-
-
-def rank_blind() -> Policy:
-    """`lora_aware` without ranks and shares."""
-    aware = POLICIES["lora_aware"]
-
-    def costs(fleet: Fleet, query: PlacementQuery) -> list[float]:
-        return aware.costs(fleet, _without_rank(query))
-
-    def shortlist(eligible: list[int], fleet: Fleet, query: PlacementQuery) -> list[int]:
-        return aware.shortlist(eligible, fleet, _without_rank(query))
-
-    return Policy(costs, shortlist, aware.pick)
-
-
-def mixed_ranks(items: int) -> Figures:
-    """The highest arrival rate with a p99 TTFT of at most a second, in steps of 2 requests per second."""
-    model = FleetModel(
-        WORKERS,
-        adapter_slots=32,
-        host_adapters=ADAPTERS,
-        delivery_seconds=0.1,
-        max_batch_size=32,
-        step_seconds_per_rank=0.0001,
-    )
-    POLICIES["rank_blind"] = rank_blind()
-    try:
-        return {
-            policy: _highest_rate(policy, items, model)
-            for policy in ("round_robin", "least_loaded", "rank_blind", "lora_aware")
-        }
-    finally:
-        del POLICIES["rank_blind"]
-
-
-def _highest_rate(policy: str, items: int, model: FleetModel) -> Figures:
-    lowest, highest = 10, 110
-    while highest - lowest > 2:
-        rate = (lowest + highest) // 2
-        outcome = replay(traffic(items, rate, RANKS, new_tokens=128), policy, model)
-        meets = percentile(outcome.first_token_seconds[items // 5 :], 99) <= LONGEST_TTFT
-        lowest, highest = (rate, highest) if meets else (lowest, rate)
-    outcome = replay(traffic(items, 60.0, RANKS, new_tokens=128), policy, model)
-    return {
-        "requests_per_second": lowest,
-        "ttft_mean_ms_at_60": round(statistics.fmean(outcome.first_token_seconds) * 1e3, 1),
-    }
 
 
 def request_of(arrival: Arrival, *, weights: bool) -> bytes:
@@ -211,23 +143,14 @@ def _loads(started: Announcement) -> float:
 async def placement(items: int) -> Figures:
     """All figures of placement."""
     result: Figures = {"fewest_loads_per_1000": fewest_loads(), "simulated": simulated(items)}
-    result["simulated_mixed_ranks"] = mixed_ranks(items // 4)
-    print(json.dumps(result), file=sys.stderr)
-    flags = "--simulated-adapters-host-adapters", "--simulated-adapters-load-ms"
+    tell("simulated", result)
+    load = ("--simulated-adapters-load-ms", str(LOAD_MS))
     result["mesh"] = {}
     for host in (SLOTS, 4 * SLOTS):
         by_policy = {}
         for policy in COMPARED[:3]:
-            arrivals = traffic(1500, 40.0)
-            by_policy[policy] = await mesh(
-                policy, arrivals, flags[0], str(host), flags[1], str(LOAD_MS)
-            )
-            print(f"{host} {policy}: {json.dumps(by_policy[policy])}", file=sys.stderr)
+            memory = ("--simulated-adapters-host-adapters", str(host))
+            by_policy[policy] = await mesh(policy, traffic(MESH_ITEMS, 40.0), *memory, *load)
+            tell(f"{host} {policy}", by_policy[policy])
         result["mesh"][f"host_adapters_{host}"] = by_policy | {"ratios": ratios(by_policy)}
-    ranked = ["--simulated-adapters-rank-step-ms", "0.2", "--simulated-adapters-slots", "32"]
-    ranked += ["--simulated-limits-max-batch-size", "16"]
-    result["mesh_mixed_ranks"] = {
-        policy: await mesh(policy, traffic(1800, 90.0, RANKS, new_tokens=64), *ranked)
-        for policy in ("least_loaded", "lora_aware")
-    }
     return result

@@ -10,22 +10,21 @@ adapters of 8 to 64 MiB load.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from _engines import Prompts, Remote
 from _models import SHAPES, build
+from _turns import Figures, Values, in_turn
+from trtmesh.tools.bench.figures import percentile
 
 SEQUENCES = 32
 ADAPTERS = (1, 4, 16, 32)
 RANK = 16
 STREAMS = 8
 LOADED_MIB = (8, 64)
-
-Figures = dict[str, Any]
 
 
 def prompts(vocabulary_size: int) -> Prompts:
@@ -38,93 +37,85 @@ def prompts(vocabulary_size: int) -> Prompts:
 class Bench:
     """A model, and the workers that serve it."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self._arguments = arguments
-        self._prompts = prompts(SHAPES[arguments.model]["vocab_size"])
-        self._folder = folder / arguments.model
+    def __init__(self, model: str, folder: Path, *, tokens: int, runs: int, threads: int) -> None:
+        self._tokens, self._runs, self._threads = tokens, runs, threads
+        self._prompts = prompts(SHAPES[model]["vocab_size"])
+        self._folder = folder / model
         if not self._folder.exists():
-            build(self._folder, arguments.model)
+            build(self._folder, model)
         self._remotes: list[Remote] = []
 
-    def worker(self, dtype: str, **adapters: int) -> Remote:
+    async def measure(self, part: str, dtype: str) -> object:
+        """`step`, `off` or `gaps`."""
+        try:
+            return await getattr(self, part)(dtype)
+        finally:
+            for remote in self._remotes:
+                remote.end()
+            self._remotes = []
+
+    def _worker(self, dtype: str, **adapters: int) -> Remote:
         remote = Remote()
         self._remotes.append(remote)
         remote.open(
-            "Trtmesh", self._folder, dtype, self._arguments.threads,
+            "Trtmesh", self._folder, dtype, self._threads,
             kv_cache={"prefix_reuse": False, "tokens": SEQUENCES * 512}, adapters=adapters,
         )  # fmt: skip
         return remote
 
-    def end(self) -> None:
-        for remote in self._remotes:
-            remote.end()
-        self._remotes = []
-
-    def step(self, dtype: str) -> Figures:
-        worker = self.worker(
+    async def step(self, dtype: str) -> Figures:
+        worker = self._worker(
             dtype, host_bytes=2**33, max_batch_adapters=max(ADAPTERS), max_rank=RANK
         )
         worker.call("load", [RANK] * max(ADAPTERS))
-        times: dict[int, list[float]] = {count: [] for count in (0, *ADAPTERS)}
-        for run in range(self._arguments.runs + 1):
-            for count, found in times.items():
-                numbers = [1 + place % count if count else 0 for place in range(SEQUENCES)]
-                seconds = self._seconds(worker, numbers)
-                if run:
-                    found.append(seconds)
+        turns = {
+            count: partial(
+                self._turn,
+                worker,
+                [1 + place % count if count else 0 for place in range(SEQUENCES)],
+            )
+            for count in (0, *ADAPTERS)
+        }
+        found = await in_turn(turns, self._runs)
         return {
-            "step_ms": {
-                count: _median([1e3 * each for each in found]) for count, found in times.items()
-            },
-            "of_base": {count: _median(_quotients(times[count], times[0])) for count in ADAPTERS},
+            "step_ms": {count: each.medians(3)["ms"] for count, each in found.items()},
+            "of_base": {count: found[count].over(found[0])["ms"] for count in ADAPTERS},
         }
 
-    def off(self, dtype: str) -> float:
+    async def off(self, dtype: str) -> float:
         """The time of a step on a worker that takes adapters, over one that does not."""
-        workers = [self.worker(dtype), self.worker(dtype, host_bytes=2**33)]
-        times: list[list[float]] = [[], []]
-        for run in range(self._arguments.runs + 1):
-            for worker, found in zip(workers, times, strict=True):
-                seconds = self._seconds(worker, [0] * SEQUENCES)
-                if run:
-                    found.append(seconds)
-        return _median(_quotients(times[1], times[0]))
+        workers = {"off": self._worker(dtype), "on": self._worker(dtype, host_bytes=2**33)}
+        plain = [0] * SEQUENCES
+        turns = {name: partial(self._turn, worker, plain) for name, worker in workers.items()}
+        found = await in_turn(turns, self._runs)
+        return float(found["on"].over(found["off"])["ms"])
 
-    def gaps(self, dtype: str) -> Figures:
+    async def gaps(self, dtype: str) -> Figures:
         """Percentiles of the time between two steps in milliseconds, alone and while adapters load."""
         most = LOADED_MIB[1] * 2**20
-        worker = self.worker(dtype, host_bytes=2**32, max_adapter_bytes=2 * most, max_rank=256)
+        worker = self._worker(dtype, host_bytes=2**32, max_adapter_bytes=2 * most, max_rank=256)
         mib_per_rank = worker.call("content_bytes", 64) / 64 / 2**20
         sizes = np.linspace(*LOADED_MIB, 32)
         ranks = [max(1, round(size / mib_per_rank)) for size in sizes]
         streams = self._prompts[:STREAMS]
         found: dict[str, list[float]] = {"alone": [], "loading": []}
         seconds = []
-        for run in range(self._arguments.runs):
+        for run in range(self._runs):
             found["alone"] += worker.call("gaps", streams, [])[0]
             while_loading, took = worker.call("gaps", streams, ranks, 1 + 32 * run)
             found["loading"] += while_loading
             seconds.append(took)
         total = sum(ranks) * mib_per_rank
         return {
-            **{name: _percentiles(each) for name, each in found.items()},
+            **{
+                name: {
+                    label: round(percentile(each, percent) * 1e3, 1)
+                    for label, percent in (("p50", 50), ("p99", 99), ("max", 100))
+                }
+                for name, each in found.items()
+            },
             "loaded_mib_per_second": round(total / statistics.median(seconds)),
         }
 
-    def _seconds(self, worker: Remote, numbers: list[int]) -> float:
-        tokens = self._arguments.tokens
-        seconds: float = worker.call("step_cpu_seconds", self._prompts, tokens, numbers)
-        return seconds
-
-
-def _quotients(times: list[float], others: list[float]) -> list[float]:
-    return [one / other for one, other in zip(times, others, strict=True)]
-
-
-def _median(values: list[float]) -> float:
-    return round(statistics.median(values), 3)
-
-
-def _percentiles(seconds: list[float]) -> Figures:
-    p50, p99, most = (float(value) for value in np.percentile(seconds, [50, 99, 100]))
-    return {"p50": round(p50 * 1e3, 1), "p99": round(p99 * 1e3, 1), "max": round(most * 1e3, 1)}
+    def _turn(self, worker: Remote, numbers: list[int]) -> Values:
+        return {"ms": 1e3 * worker.call("step_cpu_seconds", self._prompts, self._tokens, numbers)}

@@ -1,11 +1,26 @@
-"""The command line of a benchmark: the parameters of its `main`."""
+"""The command line of a benchmark, the parameters of its `main`, and what it prints."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_args, get_origin
+
+import uvloop
+
+
+def run_bench(main: Callable[..., Any]) -> None:
+    """Runs it with the options of the command line; what it returns is the last line, as JSON."""
+    found = main(**options_of(main))
+    print(json.dumps(uvloop.run(found) if inspect.isawaitable(found) else found))
+
+
+def tell(what: str, figures: object) -> None:
+    """Says on standard error what was found so far."""
+    print(f"{what}: {json.dumps(figures)}", file=sys.stderr, flush=True)
 
 
 def options_of(main: Callable[..., object], given: Sequence[str] | None = None) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Stack:
     engine_metrics_port: int | None = None
     engine_address: str = ""
     http_address: str = ""
+    router_metrics_port: int | None = None
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system CPU time of each service, by the operating system's accounting."""
@@ -185,14 +186,13 @@ def fleet(engines: Sequence[Sequence[str]], *router_flags: str) -> Iterator[Flee
 
 
 @contextmanager
-def bare_server(step_ms: float) -> Iterator[Stack]:
-    """Runs `_bare_server.py` in place of a router."""
+def echo_server() -> Iterator[Stack]:
+    """Runs the server of `trtmesh bench` that does nothing but answer in place of a router: a prompt is the number of
+    tokens, and the milliseconds between two."""
     with _ended() as children:
-        script = Path(__file__).with_name("_bare_server.py")
-        port = int(
-            _first_line(children, "bare server", [sys.executable, str(script), str(step_ms)])
-        )
-        yield Stack(f"127.0.0.1:{port}", {"router": children[0].pid})
+        command = [sys.executable, "-m", "trtmesh.tools.bench.echo_server", "grpc"]
+        address = _first_line(children, "echo server", command).strip()
+        yield Stack(address, {"router": children[0].pid})
 
 
 @contextmanager
@@ -242,7 +242,8 @@ def _first_line(
     env: Mapping[str, str] | None = None,
 ) -> str:
     given = {**os.environ, **(env or {})}
-    child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=given)
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(arguments, stdin=pipe, stdout=pipe, text=True, env=given)
     children.append(child)
     line = child.stdout.readline() if child.stdout else ""
     if not line:

@@ -9,7 +9,6 @@ Steps are long, so that what else runs on the machine decides little; compare th
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from _load import Figures, run_bench
+from _options import run_bench, tell
 from _stack import Announcement, routers, simulated_fleet
 
 STEP_MS, STEP_MS_PER_SEQUENCE, PREFILL_RATE = 40, 2, 3000
@@ -82,12 +81,8 @@ def advise(router: Announcement, trace: Path, rate: float, *flags: str) -> dict[
     return advice
 
 
-async def main(*, items: int = 240, rate: float = 2.0) -> None:
+def main(*, items: int = 240, rate: float = 2.0) -> dict[str, Any]:
     """`items` of the trace, `rate` of the two engines that are watched; the mesh to advise on has twice that."""
-    print(json.dumps(await asyncio.to_thread(measure, items, rate)))
-
-
-def measure(items: int, rate: float) -> Figures:
     with TemporaryDirectory() as folder:
         trace = write_trace(Path(folder) / "trace.jsonl", items, rate)
         record = Path(folder) / "run.jsonl"
@@ -97,7 +92,7 @@ def measure(items: int, rate: float) -> Figures:
             best = advice["fleets"][0]
             mixed = next(each for each in advice["fleets"] if each["counts"]["mixed"])
             engines = mixed["counts"]["mixed"]
-            print(f"advised: {best['engines']}; served by {mixed['engines']}", file=sys.stderr)
+            tell("advised, and served by", [best["engines"], mixed["engines"]])
             with mesh(engines) as served:
                 serve(served, trace, 2.0, record)
             flags = ("--engines", str(engines), "--check", str(record))

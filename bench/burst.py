@@ -8,7 +8,6 @@ served per second. Every request must end with its token, or the run fails.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,9 +15,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from _doors import DOORS
-from _load import CONNECTIONS, Figures, Found, ask, connections, run_bench
+from _load import CONNECTIONS, ask, connections
+from _options import run_bench, tell
 from _stack import stack
 from _steady_streams import ENDLESS
+from _turns import Figures, Found
 from trtmesh.chassis.grpc.client import ClientConnection
 
 STEP_MS = 10
@@ -156,7 +157,7 @@ async def measure(
             if tokens == ENDLESS:
                 found.note("gap_ms_cancels", await disturbance.cancels())
     figures = found.medians(digits=1)
-    print(f"{streams} streams: {json.dumps(figures)}", file=sys.stderr)
+    tell(f"{streams} streams", figures)
     return figures
 
 
@@ -165,12 +166,12 @@ async def main(
     streams: tuple[int, ...] = (16, 64),
     bursts: tuple[int, ...] = (64, 500, 2000),
     runs: int = 5,
-) -> None:
+) -> Figures:
     results = {}
     for count in streams:
         with stack(*ENGINE) as mesh:
             results[str(count)] = await measure(mesh.address, count, bursts, runs)
-    print(json.dumps({"step_ms": STEP_MS, "streams": results}))
+    return {"step_ms": STEP_MS, "streams": results}
 
 
 if __name__ == "__main__":

@@ -11,39 +11,31 @@ of each process; the workers live in one process (`_simulated_fleet.py`).
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Annotated
 
 from _doors import NATIVE
-from _load import (
-    CONNECTIONS,
-    PROMPT,
-    Figures,
-    Found,
-    ask,
-    at_once,
-    connections,
-    microseconds,
-    run_bench,
-)
+from _load import CONNECTIONS, ask, at_once, connections, microseconds
 from _lora_placement import request_of
-from _stack import Stack, routers, simulated_fleet
-from burst import ENGINE
+from _options import run_bench, tell
+from _stack import Stack, routers, samples, simulated_fleet
+from _turns import Figures, Found, Values, by_service, in_turn
+from burst import ENGINE, steady
 from trtmesh.chassis.grpc.client import Call, ClientConnection
 from trtmesh.tools.fleet_replay.trace import Arrival
 from trtmesh.v1 import router_pb2 as router_pb
 
-STREAMS, ENDLESS = 64, 1_000_000
+STREAMS = 64
 SETTLED_SECONDS, MEASURED_SECONDS = 1.0, 2.0
 MOST_SETTLING = 60
 WORKERS = (1, 8, 32, 64)
-ADAPTERS = (10, 10_000)
+ADAPTERS, ASKED = (10, 10_000), 600
+"""Numbers of adapters, and the requests of a turn."""
 WAITING, ITEMS_OF_A_REQUEST = 10_000, 1000
 MANY_ITEMS = ("--admission-max-items", "30000", "--admission-max-queued-items", "30000")
 ROOM = ("--simulated-limits-max-batch-size", str(STREAMS))
@@ -57,100 +49,68 @@ def mesh(workers: int, flags: Sequence[str], router_flags: Sequence[str] = ()) -
         routers(engines, *router_flags, tokenizer=True) as (router, tokenizer),
     ):
         pids = {"router": router["pid"], "tokenizer": tokenizer["pid"], "engines": pid}
-        yield Stack(router["address"], pids)
+        yield Stack(router["address"], pids, router_metrics_port=router["metrics_port"])
 
 
-class Streams:
-    """Endless streams of a mesh."""
-
-    def __init__(self, opened: Sequence[ClientConnection]) -> None:
-        self._opened = opened
-        self.tokens = 0
-        self.begun = 0
-
-    async def run(self, number: int) -> None:
-        call = self._opened[number % len(self._opened)].open(NATIVE.method)
-        await call.write(NATIVE.request(PROMPT, ENDLESS))
-        call.half_close()
-        first = True
-        async for message in call:
-            self.begun += first
-            first = False
-            # Tokens merge where anything lags.
-            self.tokens += NATIVE.count(message)
-        raise SystemExit("a stream ended")
-
-
-@asynccontextmanager
-async def streaming(started: Stack) -> AsyncIterator[Streams]:
-    """Runs the streams until the block ends."""
-    async with connections(started.address, CONNECTIONS) as opened:
-        streams = Streams(opened)
-        tasks = [asyncio.create_task(streams.run(number)) for number in range(STREAMS)]
-        try:
-            while streams.begun < STREAMS:  # noqa: ASYNC110 - a count sets no event
-                await asyncio.sleep(SETTLED_SECONDS)
-            await asyncio.sleep(SETTLED_SECONDS)
-            yield streams
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-
-async def note_tokens(found: Found, started: Stack, streams: Streams) -> None:
-    """CPU of a token while the streams run."""
-    before, tokens = started.cpu_seconds(), streams.tokens
+async def token_cost(started: Stack) -> Values:
+    """CPU of a token while streams run."""
+    tokens, before = streamed_tokens(started), started.cpu_seconds()
     await asyncio.sleep(MEASURED_SECONDS)
-    found.note_cpu(microseconds(before, started.cpu_seconds(), streams.tokens - tokens))
+    after, tokens = started.cpu_seconds(), streamed_tokens(started) - tokens
+    return by_service(microseconds(before, after, tokens))
+
+
+def streamed_tokens(started: Stack) -> float:
+    """The router's own count."""
+    return samples(started.router_metrics_port)["trtmesh_router_tokens_out_total"]
 
 
 async def measure_workers(runs: int) -> Figures:
     """A token of 64 streams by the number of workers, and its ratio to that of one worker."""
-    found = {workers: Found() for workers in WORKERS}
-    async with AsyncExitStack() as started:
-        meshes = {
-            workers: started.enter_context(
-                mesh(workers, ENGINE, ("--placement-policy", "round_robin"))
-            )
+
+    async def turn(started: Stack) -> Values:
+        async with steady(started.address, STREAMS):
+            return await token_cost(started)
+
+    with ExitStack() as meshes:
+        policy = ("--placement-policy", "round_robin")
+        turns = {
+            str(workers): partial(turn, meshes.enter_context(mesh(workers, ENGINE, policy)))
             for workers in WORKERS
         }
-        for turn in range(runs + 1):
-            for workers, each in meshes.items():
-                async with streaming(each) as streams:
-                    await note_tokens(found[workers] if turn else Found(), each, streams)
-    return compared({str(workers): each for workers, each in found.items()})
+        return compared(await in_turn(turns, runs))
 
 
 async def measure_adapters(runs: int) -> Figures:
     """A lone request, and one of 32 at once, by the number of adapters."""
-    counted = {number: {together: Found() for together in (1, 32)} for number in ADAPTERS}
-    most = str(2 * max(ADAPTERS))
+    most, seeds = str(2 * max(ADAPTERS)), count()
     flags = (
         *("--simulated-timing-step-ms", "0", "--simulated-adapters-slots", most),
         *("--simulated-adapters-host-adapters", most),
     )
+
+    async def turn(
+        started: Stack, opened: Sequence[ClientConnection], number: int, together: int
+    ) -> Values:
+        chosen = random.Random(next(seeds)).choices(range(number), k=ASKED)
+        before, began = started.cpu_seconds(), time.perf_counter()
+        await serve_adapters(opened, chosen, together, weights=False)
+        seconds = (time.perf_counter() - began) / ASKED * 1e6
+        used = by_service(microseconds(before, started.cpu_seconds(), ASKED))
+        return {"seconds_us": seconds, **used}
+
+    turns = {}
     async with AsyncExitStack() as started:
-        meshes = {number: started.enter_context(mesh(1, flags)) for number in ADAPTERS}
-        opened = {
-            number: await started.enter_async_context(connections(each.address, CONNECTIONS))
-            for number, each in meshes.items()
-        }
         for number in ADAPTERS:
-            await serve_adapters(opened[number], [*range(number)], 64, weights=True)
-        for turn in range(runs + 1):
-            for number, each in meshes.items():
-                for together, found in counted[number].items():
-                    chosen = random.Random(turn).choices(range(number), k=600)
-                    before = each.cpu_seconds()
-                    began = time.perf_counter()
-                    await serve_adapters(opened[number], chosen, together, weights=False)
-                    if turn:
-                        found.note("seconds_us", (time.perf_counter() - began) / 600 * 1e6)
-                        found.note_cpu(microseconds(before, each.cpu_seconds(), 600))
+            own = started.enter_context(mesh(1, flags))
+            opened = await started.enter_async_context(connections(own.address, CONNECTIONS))
+            await serve_adapters(opened, [*range(number)], 64, weights=True)
+            for together in (1, 32):
+                turns[together, number] = partial(turn, own, opened, number, together)
+        found = await in_turn(turns, runs)
     return {
         f"{together}_at_once": compared(
-            {str(number): found[together] for number, found in counted.items()}
+            {str(number): found[together, number] for number in ADAPTERS}
         )
         for together in (1, 32)
     }
@@ -177,29 +137,32 @@ async def measure_waiting(runs: int) -> Figures:
         "router": (ROOM, ("--admission-max-running-items", str(STREAMS))),
         "worker": ((*ROOM, *of_worker), ("--admission-max-running-items", "30000")),
     }
+
+    async def turn(started: Stack, items: int) -> Values:
+        # Anew, since no sequence is endless.
+        async with (
+            steady(started.address, STREAMS),
+            queued(started, items) if items else nullcontext(),
+        ):
+            return await token_cost(started)
+
     figures = Figures()
     for name, (of_engine, of_router) in places.items():
-        found = {"0": Found(), str(WAITING): Found()}
         with mesh(1, (*ENGINE, *of_engine), (*MANY_ITEMS, *of_router)) as started:
-            for _ in range(runs):
-                # Anew, since no sequence is endless.
-                async with streaming(started) as streams:
-                    await note_tokens(found["0"], started, streams)
-                    async with queued(started, WAITING):
-                        await note_tokens(found[str(WAITING)], started, streams)
-        figures[name] = compared(found)
+            turns = {str(items): partial(turn, started, items) for items in (0, WAITING)}
+            figures[name] = compared(await in_turn(turns, runs))
     return figures
 
 
 @asynccontextmanager
-async def queued(started: Stack, count: int) -> AsyncIterator[None]:
+async def queued(started: Stack, items: int) -> AsyncIterator[None]:
     """Has so many items wait until the block ends."""
     given = router_pb.GenerateRequest.FromString(NATIVE.request([1, 2, 3], 1, text=False))
     given.items.extend([given.items[0]] * (ITEMS_OF_A_REQUEST - 1))
     request = given.SerializeToString()
     async with connections(started.address, 1) as (connection,):
         before = await used(started)
-        calls = [connection.open(NATIVE.method) for _ in range(count // ITEMS_OF_A_REQUEST)]
+        calls = [connection.open(NATIVE.method) for _ in range(items // ITEMS_OF_A_REQUEST)]
         for call in calls:
             await call.write(request)
             call.half_close()
@@ -252,12 +215,14 @@ PARTS = {
 }
 
 
-async def main(*, parts: Annotated[tuple[str, ...], PARTS] = tuple(PARTS), runs: int = 5) -> None:
+async def main(
+    *, parts: Annotated[tuple[str, ...], PARTS] = tuple(PARTS), runs: int = 5
+) -> Figures:
     results = {}
     for part in parts:
         results[part] = await PARTS[part](runs)
-        print(f"{part}: {json.dumps(results[part])}", file=sys.stderr)
-    print(json.dumps(results))
+        tell(part, results[part])
+    return results
 
 
 if __name__ == "__main__":

@@ -2,97 +2,96 @@
 
 Prints for 64, 256 and 1,000 streams at a 10 ms step, and for 64 streams flat out: inter-token latency and time to
 first token at the client, tokens a second, and the CPU time of each process per token. Every token must arrive
-exactly once, or the run fails. `floor` is a server that only sends the same messages through grpc.aio
-in the same run: the cost of the library and the machine.
+exactly once, or the run fails. `floor` is a server that does nothing but send such messages through grpc.aio, in the
+same run: the cost of the library and the machine.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import get_args
 
 from _doors import NATIVE
-from _load import Figures, run_bench, together
-from _stack import Shape, Stack, bare_server, stack
+from _load import PROMPT, together
+from _options import run_bench, tell
+from _stack import Shape, Stack, echo_server, stack
+from _turns import Figures, in_turn
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.temporary_ca import temporary_ca
 from trtmesh.tools.bench.figures import percentile
 
 STEP_MS = 10
+STEP = ("--simulated-timing-step-ms", str(STEP_MS))
 FLAT_OUT_TOKENS = 2048
+
+Turn = Callable[[], Awaitable[dict[str, float]]]
 
 
 async def run_once(
-    mesh: Stack, streams: int, max_tokens: int, tls: ClientTls | None = None
-) -> Figures:
+    mesh: Stack, streams: int, tokens: int, tls: ClientTls | None = None, prompt: str = PROMPT
+) -> dict[str, float]:
     """Sends `streams` requests at once and returns latencies, and CPU per streamed token."""
-    found = await together(mesh, NATIVE, streams, max_tokens, tls)
+    found = await together(mesh, NATIVE, streams, tokens, tls, prompt)
     gaps = found.gaps_ms() or [0.0]
-    cpu = {**found.cpu_us, "client": found.client_us}
     return {
-        "itl_p50_ms": round(percentile(gaps, 50), 2),
-        "itl_p99_ms": round(percentile(gaps, 99), 2),
-        "ttft_p50_ms": round(percentile(found.first_ms(), 50), 1),
-        "tokens_per_second": round(found.tokens / found.seconds),
-        "tokens_per_message": round(found.tokens / (len(gaps) + streams), 2),
-        "cpu_us_per_token": {name: round(each, 1) for name, each in cpu.items()},
-        "services_cpu_us_per_token": round(found.services_us, 1),
+        "itl_p50_ms": percentile(gaps, 50),
+        "itl_p99_ms": percentile(gaps, 99),
+        "ttft_p50_ms": percentile(found.first_ms(), 50),
+        "tokens_per_second": found.tokens / found.seconds,
+        "tokens_per_message": found.tokens / (len(gaps) + streams),
+        **{f"{name}_us": each for name, each in found.cpu_us.items()},
+        "services_us": found.services_us,
+        "client_us": found.client_us,
     }
 
 
-async def measure(step_ms: float, streams: int, max_tokens: int, runs: int) -> Figures:
-    """Returns the run with the median CPU of the services, after a warm-up run."""
+async def measure(step_ms: float, streams: int, tokens: int, runs: int) -> Figures:
+    """Medians of the runs."""
     with stack("--simulated-timing-step-ms", str(step_ms)) as mesh:
-        return await median_of(mesh, f"step {step_ms:g} ms", streams, max_tokens, runs)
+        found = await compared({"mesh": partial(run_once, mesh, streams, tokens)}, runs)
+    tell(f"{streams} streams, step {step_ms:g} ms", found["mesh"])
+    return found["mesh"]
 
 
-async def measure_floor(streams: int, max_tokens: int, runs: int) -> Figures:
-    """Measures the bare server in the same way."""
-    with bare_server(STEP_MS) as server:
-        return await median_of(server, "floor", streams, max_tokens, runs)
+async def measure_floor(streams: int, tokens: int, runs: int) -> Figures:
+    """Measures a server that does nothing in the same way."""
+    prompt = f"{tokens} {STEP_MS}"
+    with echo_server() as server:
+        turn = partial(run_once, server, streams, tokens, prompt=prompt)
+        found = await compared({"floor": turn}, runs)
+    tell(f"{streams} streams, floor", found["floor"])
+    return found["floor"]
 
 
-async def median_of(server: Stack, name: str, streams: int, max_tokens: int, runs: int) -> Figures:
-    await run_once(server, min(streams, 64), 64)
-    median = by_cpu([await run_once(server, streams, max_tokens) for _ in range(runs)])
-    print(f"{streams} streams, {name}: {json.dumps(median)}", file=sys.stderr)
-    return median
+async def compared(sides: dict[str, Turn], runs: int) -> Figures:
+    """Medians of each."""
+    return {name: each.medians() for name, each in (await in_turn(sides, runs)).items()}
 
 
-async def measure_tls(streams: int, max_tokens: int, runs: int) -> Figures:
-    """Returns the figures over plain text and over TLS, in alternation, and the ratio of the services' CPU."""
-    step = ("--simulated-timing-step-ms", str(STEP_MS))
-    with temporary_ca("127.0.0.1") as made, stack(*step) as plain, stack(*step, tls=made) as secure:
-        pairs = []
-        for _ in range(runs + 1):
-            first = await run_once(plain, streams, max_tokens)
-            pairs.append((first, await run_once(secure, streams, max_tokens, made.client)))
-    # The first pair warms up.
-    text, encrypted = (by_cpu(list(kind)) for kind in zip(*pairs[1:], strict=True))
-    key = "services_cpu_us_per_token"
-    return {"plain": text, "tls": encrypted, "ratio": round(encrypted[key] / text[key], 2)}
+async def measure_tls(streams: int, tokens: int, runs: int) -> Figures:
+    """The figures over plain text and over TLS, and the ratio of the services' CPU."""
+    with temporary_ca("127.0.0.1") as made, stack(*STEP) as plain, stack(*STEP, tls=made) as secure:
+        found = await in_turn(
+            {
+                "plain": partial(run_once, plain, streams, tokens),
+                "tls": partial(run_once, secure, streams, tokens, made.client),
+            },
+            runs,
+        )
+    ratio = found["tls"].over(found["plain"])["services_us"]
+    return {name: each.medians() for name, each in found.items()} | {"ratio": ratio}
 
 
-async def measure_shapes(max_tokens: int, runs: int) -> Figures:
-    """Returns the figures of one stream with the tokenizer, then the engine too, inside the router, in alternation."""
-    step = ("--simulated-timing-step-ms", str(STEP_MS))
+async def measure_shapes(tokens: int, runs: int) -> Figures:
+    """The figures of one stream with the tokenizer, then the engine too, inside the router."""
     with ExitStack() as meshes:
-        started = {each: meshes.enter_context(stack(*step, shape=each)) for each in get_args(Shape)}
-        results: dict[str, list[Figures]] = {each: [] for each in started}
-        for _ in range(runs + 1):
-            for shape, mesh in started.items():
-                results[shape].append(await run_once(mesh, 1, max_tokens))
-    # The first turn warms up.
-    return {shape: by_cpu(found[1:]) for shape, found in results.items()}
-
-
-def by_cpu(results: list[Figures]) -> Figures:
-    """The run with the median CPU of the services."""
-    return sorted(results, key=lambda result: result["services_cpu_us_per_token"])[
-        len(results) // 2
-    ]
+        turns: dict[str, Turn] = {
+            each: partial(run_once, meshes.enter_context(stack(*STEP, shape=each)), 1, tokens)
+            for each in get_args(Shape)
+        }
+        return await compared(turns, runs)
 
 
 async def main(
@@ -102,22 +101,18 @@ async def main(
     runs: int = 3,
     shapes: bool = False,
     tls: bool = False,
-) -> None:
+) -> Figures:
     """`shapes`: only one stream, by processes. `tls`: only TLS against plain text."""
     if tls:
-        for count in streams:
-            compared = await measure_tls(count, tokens, runs)
-            print(json.dumps({"streams": count, **compared}))
-        return
+        return {str(count): await measure_tls(count, tokens, runs) for count in streams}
     if shapes:
-        print(json.dumps(await measure_shapes(tokens, runs)))
-        return
+        return await measure_shapes(tokens, runs)
     paced = {}
     for count in streams:
         mesh = await measure(STEP_MS, count, tokens, runs)
         paced[str(count)] = mesh | {"floor": await measure_floor(count, tokens, runs)}
     flat_out = await measure(0, 64, FLAT_OUT_TOKENS, runs)
-    print(json.dumps({"step_ms": STEP_MS, "streams": paced, "flat_out": flat_out}))
+    return {"step_ms": STEP_MS, "streams": paced, "flat_out": flat_out}
 
 
 if __name__ == "__main__":

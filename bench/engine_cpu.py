@@ -11,16 +11,20 @@ trtmesh must equal those of `generate`, or the run fails. The part `invariant` c
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from _engines import Prompts, Remote
 from _models import SHAPES, build, llama_cpp_is_there, write_gguf
+from _options import tell
+from _turns import Values, in_turn
 
 PROMPT_TOKENS = 64
 LONG_PROMPT_TOKENS = 1024
@@ -151,39 +155,26 @@ class Bench:
     ) -> None:
         """Lets the engines decode in turn, ours first, after an uncounted warm-up round."""
         given = prompts(batch, prompt_tokens, SHAPES[model]["vocab_size"])
-        own, *peers = engines
-        rates: dict[str, list[float]] = {name: [] for name in engines}
-        key = f"{model} {dtype}"
-        for run in range(self.arguments.runs + 1):
-            tokens = {}
-            for name, engine in engines.items():
-                decoded = engine.decode(given, self.arguments.tokens if run else 3)
-                tokens[name] = decoded.tokens
-                if run:
-                    rates[name].append(decoded.steady_rate)
-            static = tokens.get("generate") or tokens.get("generate_1024")
-            if static and dtype == "float32" and tokens[own] != static:
-                raise SystemExit(f"{key}, batch {batch}: the tokens are not those of generate")
-        for engine in engines.values():
-            engine.close()
-        for name, values in rates.items():
-            self._note(self.rates, name, key, batch, values)
-        for name in peers:
-            pairs = [mine / theirs for mine, theirs in zip(rates[own], rates[name], strict=True)]
-            self._note(self.ratios, name, key, batch, pairs)
+        own, key, tokens = next(iter(engines)), f"{model} {dtype}", dict[str, list[list[int]]]()
 
-    def _note(
-        self,
-        table: dict[str, dict[str, dict[str, float]]],
-        peer: str,
-        model: str,
-        batch: int,
-        values: list[float],
-    ) -> None:
-        median = statistics.median(values)
-        table.setdefault(peer, {}).setdefault(model, {})[str(batch)] = round(median, 3)
-        if table is self.ratios:
-            print(f"{model} batch {batch}: {median:.2f} x {peer}", file=sys.stderr)
+        def turn(name: str) -> Values:
+            decoded = engines[name].decode(given, self.arguments.tokens)
+            tokens[name] = decoded.tokens
+            return {"rate": decoded.steady_rate}
+
+        turns = {name: partial(turn, name) for name in engines}
+        found = asyncio.run(in_turn(turns, self.arguments.runs))
+        static = tokens.get("generate") or tokens.get("generate_1024")
+        if static and dtype == "float32" and tokens[own] != static:
+            raise SystemExit(f"{key}, batch {batch}: the tokens are not those of generate")
+        for name, engine in engines.items():
+            engine.close()
+            rates = self.rates.setdefault(name, {}).setdefault(key, {})
+            rates[str(batch)] = found[name].medians(3)["rate"]
+            if name != own:
+                ratio = found[own].over(found[name])["rate"]
+                self.ratios.setdefault(name, {}).setdefault(key, {})[str(batch)] = ratio
+                tell(f"{key} batch {batch} over {name}", ratio)
 
 
 def run(bench: Bench) -> None:

@@ -20,6 +20,7 @@ names these. `--device cpu --shapes tiny` shows that everything runs, and measur
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -35,12 +36,17 @@ from typing import Any, TypeVar
 
 import torch
 from _ceilings import copy_rate, prefill_operations, product_rate, step_bytes
-from _engines import Prompts, Remote
+from _engines import Decoded, Prompts, Remote
 from _families import FAMILIES, build_family, family_step_bytes
-from _mesh_streams import Clients, clients
 from _models import LETTERS, SHAPES, build, quick_folder, save_tokenizer
 from _stack import stack
 from _traffic import ADAPTED, CHOICES, RANKS, SLOTS, Mixture
+from trtmesh.chassis.errors import StartupError, TrtmeshError
+from trtmesh.tools.bench.driver import chains_of
+from trtmesh.tools.bench.measures import first_token_ms
+from trtmesh.tools.bench.processes import Job, sending
+from trtmesh.tools.bench.record import Answer, Plan, Prompt
+from trtmesh.tools.bench.targets.target import Connecting, Url
 
 PARTS = ("decode", "prefill", "mixed", "uneven", "traffic", "mesh", "families", "peers")
 GRAPHS = "continuous_graphs"
@@ -429,33 +435,34 @@ class Bench:
             *("--torch-batching-max-step-tokens", str(STEP_TOKENS)),
             *("--torch-limits-max-batch-size", str(self._most)),
         )
-        with (
-            stack(*flags, backend="torch", model_dir=folder) as running,
-            clients(running.address, CLIENTS) as asking,
-        ):
+        with stack(*flags, backend="torch", model_dir=folder) as running:
+            address = running.address
             if "traffic" in self.arguments.parts:
                 at_once = self._traffic_rows(AT_ONCE)
                 for prompts in self.cells_in_time(f"{name} mesh at once", at_once):
-                    yield f"first_token_p50_ms_of_{prompts}", _at_once_milliseconds(asking, prompts)
+                    yield (
+                        f"first_token_p50_ms_of_{prompts}",
+                        _at_once_milliseconds(address, prompts),
+                    )
             if "mesh" not in self.arguments.parts:
                 return
-            yield "first_token_p50_ms", _lone_milliseconds(asking)
+            yield "first_token_p50_ms", _lone_milliseconds(address)
             for streams in self.cells_in_time(f"{name} mesh", self.arguments.streams):
-                figures = self._streamed(asking, streams)
+                figures = self._streamed(address, streams)
                 if alone := backend.get(str(streams)):
                     figures["backend_tokens_a_second"] = alone
                     figures["share"] = round(figures["tokens_a_second"] / alone, 3)
                 yield str(streams), figures
 
-    def _streamed(self, asking: Clients, streams: int) -> Figures:
-        answers = [
-            asking.ask(_texts(streams, run), self.arguments.stream_tokens)
+    def _streamed(self, address: str, streams: int) -> Figures:
+        runs = [
+            _together(_asked(address, _texts(streams, run), self.arguments.stream_tokens))
             for run in range(self.arguments.runs + 1)
         ][1:]
-        firsts = [each for answer in answers for each in answer.first_token_seconds]
+        firsts = [each for run in runs for each in run.first_tokens_seconds]
         return {
-            "tokens_a_second": round(statistics.median(each.steady_rate for each in answers), 1),
-            "with_the_start": round(statistics.median(each.whole_rate for each in answers), 1),
+            "tokens_a_second": round(statistics.median(each.steady_rate for each in runs), 1),
+            "with_the_start": round(statistics.median(each.whole_rate for each in runs), 1),
             "first_token_p50_ms": round(1000 * statistics.median(firsts), 2),
         }
 
@@ -485,16 +492,49 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def _lone_milliseconds(asking: Clients) -> float:
+def _asked(address: str, texts: Sequence[str], tokens: int, at_once: int = 0) -> list[Answer]:
+    """The answers to the texts, all at once by processes of `trtmesh bench`, or so many. Raises SystemExit unless every
+    token comes."""
+    plans = [
+        Plan((Prompt(number, text, max_tokens=tokens, ignore_end_id=True),))
+        for number, text in enumerate(texts)
+    ]
+    job = Job(Connecting(Url("grpc", (address,))), chains_of(plans), at_once or len(plans))
+    answers: list[Answer] = []
+
+    async def send() -> None:
+        async with sending(job, min(CLIENTS, job.most_open), answers.append) as sender:
+            await sender.send()
+
+    try:
+        asyncio.run(send())
+    except (TrtmeshError, StartupError) as error:
+        raise SystemExit(f"the mesh was not asked: {error}") from error
+    for each in answers:
+        if not each.ok or each.lost or each.doubled or sum(each.tokens) != tokens:
+            raise SystemExit(f"{sum(each.tokens)} of {tokens} tokens came: {each.error}")
+    return answers
+
+
+def _together(answers: Sequence[Answer]) -> Decoded:
+    """Of streams that began together."""
+    arrivals = [
+        [at for at, count in zip(each.arrivals_s, each.tokens, strict=True) for _ in range(count)]
+        for each in answers
+    ]
+    return Decoded(min(each.sent_s for each in answers), [], arrivals)
+
+
+def _lone_milliseconds(address: str) -> float:
     """To the first token of a request alone, the median after one that warms up."""
-    seconds = [asking.ask([text], 1).first_token_seconds[0] for text in _texts(LONE_PROMPTS, 1)]
-    return round(1000 * statistics.median(seconds[1:]), 2)
+    answers = _asked(address, _texts(LONE_PROMPTS, 1), 1, at_once=1)
+    return round(statistics.median(ms for each in answers[1:] for ms in first_token_ms(each)), 2)
 
 
-def _at_once_milliseconds(asking: Clients, prompts: int) -> float:
+def _at_once_milliseconds(address: str, prompts: int) -> float:
     """To the first token, the median of all in some runs after one that warms up."""
-    runs = [asking.ask(_texts(prompts, run), 1) for run in range(AT_ONCE_RUNS + 1)]
-    seconds = [each for run in runs[1:] for each in run.first_token_seconds]
+    runs = [_together(_asked(address, _texts(prompts, run), 1)) for run in range(AT_ONCE_RUNS + 1)]
+    seconds = [each for run in runs[1:] for each in run.first_tokens_seconds]
     return round(1000 * statistics.median(seconds), 2)
 
 

@@ -9,14 +9,13 @@ upper bounds.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
-import sys
 import time
 from contextlib import aclosing
 from typing import Any
 
-from _load import PROMPT, run_bench
+from _load import PROMPT
+from _options import run_bench, tell
 from _stack import MODEL_DIR, Stack, samples, stack
 from trtmesh.client import Client, Tokens
 from trtmesh.tools.bench.figures import percentile
@@ -84,13 +83,13 @@ async def measure(backend: str, streams: int, rounds: int) -> dict[str, float]:
     }
 
 
-async def main(*, streams: int = 16, rounds: int = 200) -> None:
+async def main(*, streams: int = 16, rounds: int = 200) -> dict[str, object]:
     """`streams` go on meanwhile."""
     figures = {}
     for backend in BACKENDS:
         figures[backend] = await measure(backend, streams, rounds)
-        print(f"{backend}: {json.dumps(figures[backend])}", file=sys.stderr)
-    print(json.dumps({"streams": streams, "cancels": rounds, **figures}))
+        tell(backend, figures[backend])
+    return {"streams": streams, "cancels": rounds, **figures}
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ choice with the fixed ones on a simulated fleet.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 from _handoff_crossover import crossover
 from _handoff_traffic import Setup, Traffic, compare
-from _load import run_bench
+from _options import run_bench
 from _stack import MODEL_DIR
 from handoff_bytes import bench as measure_bytes
 
@@ -72,7 +71,7 @@ async def main(
     parts: Annotated[tuple[str, ...], PARTS] = PARTS,
     rounds: int = 3,
     token_bytes: int = 1024,
-) -> None:
+) -> dict[str, Any]:
     """`rounds` are the runs of each fleet, `token_bytes` the KV of a token on simulated workers."""
     result: dict[str, Any] = {}
     if "simulated" in parts:
@@ -84,7 +83,7 @@ async def main(
         result["bytes"] = await measure_bytes(BYTES, BYTE_ROUNDS)
     if "crossover" in parts:
         result["crossover"] = crossover()
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":

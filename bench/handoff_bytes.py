@@ -14,12 +14,12 @@ import asyncio
 import importlib.util
 import json
 import secrets
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from _kv_worker import (
     memory_of,
     shuffled,
 )
-from _load import run_bench
+from _options import run_bench, tell
+from _turns import Figures, Values, in_turn
 from trtmesh.engine.backend import Awaiting
 from trtmesh.engine.handoff.block_plan import Run
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
@@ -241,49 +242,45 @@ async def measure(block_bytes: int, total_bytes: int, rounds: int) -> dict[str, 
         handoffs_of(memory, blocks, HandoffSettings()) as (handoffs, backend),
     ):
         receiver = Receiver(handoffs, backend, memory, sender)
-        ways = await _ways(receiver, memory, sender, nixl)
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(rounds + 1):
-            for name, way in ways.items():
-                took = await way()
-                if number:
-                    times[name].append(receiver.size / took / 1e9)
-    return {name: _spread(rates) for name, rates in times.items()}
+        found = await in_turn(ways_of(receiver, memory, sender, nixl), rounds)
+    rates = {name: each.values["gb_per_second"] for name, each in found.items()}
+    return {
+        name: {
+            "median": found[name].medians()["gb_per_second"],
+            "lowest": round(min(each), 2),
+            "highest": round(max(each), 2),
+        }
+        for name, each in rates.items()
+    }
 
 
-async def _ways(
+def ways_of(
     receiver: Receiver, memory: HostKvMemory, sender: Sender, nixl: str
-) -> dict[str, Callable[[], Awaitable[float]]]:
-    async def at_once(way: Callable[[], float]) -> float:
-        return way()
-
-    ways: dict[str, Callable[[], Awaitable[float]]] = {
-        "plain_copy": lambda: at_once(receiver.plain_copy),
-        "scattered_copy": lambda: at_once(receiver.scattered_copy),
-        "shared_memory_read": lambda: receiver.read("shared_memory"),
-        "shared_memory_handoff": lambda: receiver.handoff("shared_memory"),
+) -> dict[str, Callable[[], Awaitable[Values]]]:
+    ways: dict[str, Callable[[], float | Awaitable[float]]] = {
+        "plain_copy": receiver.plain_copy,
+        "scattered_copy": receiver.scattered_copy,
+        "shared_memory_read": partial(receiver.read, "shared_memory"),
+        "shared_memory_handoff": partial(receiver.handoff, "shared_memory"),
         "bare_grpc": receiver.bare_grpc,
-        "grpc_handoff": lambda: receiver.handoff("grpc"),
+        "grpc_handoff": partial(receiver.handoff, "grpc"),
     }
     if nixl:
-        bare = BareNixl(receiver, memory, sender)
-        ways["bare_nixl"] = lambda: at_once(bare.read)
-        ways["nixl_read"] = lambda: receiver.read("nixl")
-        ways["nixl_handoff"] = lambda: receiver.handoff("nixl")
-    return ways
+        ways["bare_nixl"] = BareNixl(receiver, memory, sender).read
+        ways["nixl_read"] = partial(receiver.read, "nixl")
+        ways["nixl_handoff"] = partial(receiver.handoff, "nixl")
+
+    async def timed(way: Callable[[], float | Awaitable[float]]) -> Values:
+        took = way()
+        seconds = took if isinstance(took, float) else await took
+        return {"gb_per_second": receiver.size / seconds / 1e9}
+
+    return {name: partial(timed, way) for name, way in ways.items()}
 
 
-def _spread(rates: list[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(rates), 2),
-        "lowest": round(min(rates), 2),
-        "highest": round(max(rates), 2),
-    }
-
-
-async def bench(total_bytes: int, rounds: int) -> dict[str, Any]:
+async def bench(total_bytes: int, rounds: int) -> Figures:
     """GB/s by block size, and what the aims compare."""
-    result: dict[str, Any] = {}
+    result: Figures = {}
     for block_bytes in BLOCK_BYTES:
         rates = await measure(block_bytes, total_bytes, rounds)
         shares = {
@@ -291,14 +288,15 @@ async def bench(total_bytes: int, rounds: int) -> dict[str, Any]:
             for name, floor in FLOORS.items()
             if name in rates
         }
-        result[f"{block_bytes // 1024} KiB"] = {"gb_per_second": rates, "share_of_floor": shares}
-        print(f"{block_bytes // 1024} KiB", json.dumps(rates), json.dumps(shares), file=sys.stderr)
+        size = f"{block_bytes // 1024} KiB"
+        result[size] = {"gb_per_second": rates, "share_of_floor": shares}
+        tell(size, result[size])
     return result
 
 
-async def main(*, mib: int = 256, rounds: int = 7) -> None:
+async def main(*, mib: int = 256, rounds: int = 7) -> Figures:
     """`mib` are the bytes of a handoff."""
-    print(json.dumps(await bench(mib * 2**20, rounds)))
+    return await bench(mib * 2**20, rounds)
 
 
 if __name__ == "__main__":

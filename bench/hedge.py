@@ -14,21 +14,22 @@ Every stream must have the tokens of the same stream without hedging, or the run
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Annotated
 
 from _doors import Native
-from _load import Figures, Stream, connections, gaps_ms, run_bench
+from _load import Stream, connections, gaps_ms
+from _options import run_bench, tell
 from _stack import Fleet, fleet, samples
+from _turns import Figures
 from trtmesh.chassis.grpc.client import ClientConnection
+from trtmesh.tools.bench.figures import percentile
 from trtmesh.v1 import router_pb2 as router_pb
 
 WORKERS, BATCH, MOST_BATCH, PREFILL_RATE = 3, 16, 48, 20_000
@@ -112,11 +113,6 @@ async def stalling(pid: int, period: float) -> AsyncIterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-@asynccontextmanager
-async def no_stall() -> AsyncIterator[None]:
-    yield
-
-
 async def side(
     fault: str, load: float, seconds: float, period: float, step_ms: float, *, hedged: bool
 ) -> tuple[Figures, list[list[int]]]:
@@ -132,7 +128,7 @@ async def side(
             key=lambda a: a.at,
         )
         streams = [Stream() for _ in planned]
-        disturbed = stalling(mesh.engine_pids[0], period) if fault == "stall" else no_stall()
+        disturbed = stalling(mesh.engine_pids[0], period) if fault == "stall" else nullcontext()
         async with connections(mesh.address, 2) as both, disturbed:
             began = time.perf_counter()
             async with asyncio.TaskGroup() as group:
@@ -157,14 +153,13 @@ def _tokens(stream: Stream) -> list[int]:
 
 
 def _times(streams: Sequence[Stream]) -> Figures:
-    gaps = sorted(gaps_ms(stream.arrivals(DOOR) for stream in streams))
-    firsts = sorted(stream.first_seconds(DOOR) * 1e3 for stream in streams)
+    gaps = gaps_ms(stream.arrivals(DOOR) for stream in streams)
+    firsts = [stream.first_seconds(DOOR) * 1e3 for stream in streams]
     span = max(s.times[-1] for s in streams) - min(s.started for s in streams)
     found: Figures = {"requests_per_second": round(len(streams) / span, 1)}
     for name, values in (("gap", gaps), ("ttft", firsts)):
-        for label, share in (("p50", 0.5), ("p99", 0.99), ("p99_9", 0.999)):
-            found[f"{name}_{label}_ms"] = round(values[int(share * len(values))], 1)
-        found[f"{name}_worst_ms"] = round(values[-1], 1)
+        for label, share in (("p50", 50), ("p99", 99), ("p99_9", 99.9), ("worst", 100)):
+            found[f"{name}_{label}_ms"] = round(percentile(values, share), 1)
     return found
 
 
@@ -193,8 +188,8 @@ async def main(
     seconds: float = 60.0,
     period: float = 30.0,
     step_ms: float = 10.0,
-) -> None:
-    found: dict[str, dict[str, Figures]] = {}
+) -> Figures:
+    found: Figures = {}
     for fault in faults:
         for load in loads:
             name, timing = f"{fault} at {load:.0%}", (fault, load, seconds, period, step_ms)
@@ -203,8 +198,8 @@ async def main(
             if tokens != expected:
                 raise SystemExit(f"{name}: streams differ")
             found[name] = {"without": plain, "with": hedged}
-            print(name, json.dumps(found[name]), file=sys.stderr)
-    print(json.dumps(found))
+            tell(name, found[name])
+    return found
 
 
 if __name__ == "__main__":

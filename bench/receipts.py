@@ -6,7 +6,6 @@ what else runs on the machine only adds to it.
 
 from __future__ import annotations
 
-import json
 import time
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +13,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from _load import Figures, run_bench
+from _options import run_bench
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import Prompt
 from trtmesh.router.fleet.worker_capabilities import Fingerprints, WorkerCapabilities
@@ -66,7 +65,7 @@ def digest_microseconds() -> float:
     return (time.process_time() - began) / ITEMS / 10 * 1e6
 
 
-def figures(receipts: Receipts, rounds: int) -> Figures:
+def figures(receipts: Receipts, rounds: int) -> dict[str, float]:
     found: dict[int, list[float]] = {tokens: [] for tokens in TOKENS}
     digests = list[float]()
     for _ in range(rounds):
@@ -82,13 +81,12 @@ def figures(receipts: Receipts, rounds: int) -> Figures:
     }
 
 
-async def main(*, rounds: int = 20) -> None:
+def main(*, rounds: int = 20) -> dict[str, float]:
     with TemporaryDirectory() as folder:
         file, key = Path(folder) / "receipts.jsonl", Path(folder) / "key"
         key.write_text("sixteen bytes or more")
         receipts = Receipts(ReceiptSettings(file=file, key_file=key))
-        found = figures(receipts, rounds)
-    print(json.dumps(found))
+        return figures(receipts, rounds)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 import statistics
@@ -23,8 +22,10 @@ from pathlib import Path
 from typing import Annotated
 
 from _doors import NATIVE
-from _load import Figures, ask, at_once, connections, run_bench
+from _load import ask, at_once, connections
+from _options import run_bench, tell
 from _stack import Announcement, cpu_seconds, routers, samples, simulated_fleet
+from _turns import Figures
 from trtmesh.client import AdminClient
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.placement import PlacementQuery, WorkerSnapshot, place
@@ -108,10 +109,7 @@ def replays(items: int) -> Figures:
                 "index_bytes": result.index_bytes,
                 "cpu_seconds": round(time.process_time() - begun, 1),
             }
-            print(
-                f"{name}, {many} routers: {json.dumps(figures[f'{name}, {many} routers'])}",
-                file=sys.stderr,
-            )
+            tell(f"{name}, {many} routers", figures[f"{name}, {many} routers"])
         one, eight = (figures[f"{name}, {many} routers"] for many in (1, ROUTERS))
         if one["hit_rate"]:
             eight["of_one_router"] = round(eight["hit_rate"] / one["hit_rate"], 4)
@@ -177,7 +175,7 @@ async def measure_routers(many: int, requests: int, changes: int) -> Figures:
             figures[str(workers)] = await routers_before(
                 engines, fleet, started[:many], requests, changes
             )
-        print(f"{workers} workers: {json.dumps(figures[str(workers)])}", file=sys.stderr)
+        tell(f"{workers} workers", figures[str(workers)])
     for more in map(str, FLEETS[1:]):
         figures[f"{more}_over_1"] = {
             name: round(value / figures["1"][name], 2)
@@ -256,7 +254,7 @@ async def main(
     routers: int = 4,
     requests: int = 400,
     changes: int = 20,
-) -> None:
+) -> Figures:
     """`items` of a replay; `routers` before each fleet, `requests` of each, and `changes` of the first one's fleet."""
     results: Figures = {}
     if "decisions" in parts:
@@ -265,7 +263,7 @@ async def main(
         results["routers"] = await measure_routers(routers, requests, changes)
     if "replay" in parts:
         results["replay"] = await asyncio.to_thread(replays, items)
-    print(json.dumps(results))
+    return results
 
 
 if __name__ == "__main__":

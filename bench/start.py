@@ -14,7 +14,6 @@ until its memory is gone.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -27,18 +26,10 @@ from typing import Annotated, get_args
 import burst
 import data_path
 from _doors import DOORS, Door
-from _load import (
-    CONNECTIONS,
-    PROMPT,
-    Figures,
-    Found,
-    ask,
-    at_once,
-    connections,
-    microseconds,
-    run_bench,
-)
+from _load import CONNECTIONS, PROMPT, ask, at_once, connections, microseconds
+from _options import run_bench
 from _stack import Shape, Stack, samples, stack, wait_until_serving
+from _turns import Figures, Found, by_service, in_turn
 from trtmesh.chassis.grpc.client import ClientConnection, Method
 from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.v1 import engine_pb2 as engine_pb
@@ -117,7 +108,7 @@ async def served(address: str, load: Load, count: int) -> float:
 
     async with connections(address, min(CONNECTIONS, load.at_once)) as opened:
         calls = [partial(once, opened[number % len(opened)]) for number in range(load.at_once)]
-        seconds = await at_once(calls, count)
+        seconds, _ = await at_once(calls, count)
         return count / (seconds - paused / load.at_once)
 
 
@@ -125,17 +116,18 @@ async def measure_requests(
     address: str, mesh: Stack | None, loads: list[Load], seconds: float, runs: int
 ) -> Figures:
     """Rates and CPU of each load, in turn."""
-    found = {load.name: Found() for load in loads}
-    counts = {
-        load: max(load.at_once, int(seconds * await served(address, load, 300))) for load in loads
-    }
-    for _ in range(runs):
-        for load, count in counts.items():
-            before = mesh.cpu_seconds() if mesh else {}
-            found[load.name].note("per_second", await served(address, load, count))
-            after = mesh.cpu_seconds() if mesh else {}
-            found[load.name].note_cpu(microseconds(before, after, count))
-    return {name: each.medians() for name, each in found.items()}
+
+    async def turn(load: Load, count: int) -> Mapping[str, float]:
+        before = mesh.cpu_seconds() if mesh else {}
+        rate = await served(address, load, count)
+        used = microseconds(before, mesh.cpu_seconds() if mesh else {}, count)
+        return {"per_second": rate, **by_service(used)}
+
+    turns = {}
+    for load in loads:
+        count = max(load.at_once, int(seconds * await served(address, load, 300)))
+        turns[load.name] = partial(turn, load, count)
+    return {name: each.medians() for name, each in (await in_turn(turns, runs)).items()}
 
 
 async def measure_first_tokens(address: str, door: str, runs: int) -> Figures:
@@ -252,7 +244,7 @@ class BareEngine:
 
 async def measure_lone(mesh: Stack, runs: int) -> Figures:
     """Median times to the token of a lone request of 200 tokens: by text, by ids, and by the engine alone, in turn."""
-    native, found = DOORS["native"], Found()
+    native = DOORS["native"]
     ids = list(range(1, LONE_TOKENS + 1))
     text, by_ids = native.request(LONE_TEXT, 1), native.request(ids, 1)
     async with (
@@ -261,15 +253,17 @@ async def measure_lone(mesh: Stack, runs: int) -> Figures:
     ):
         bare = BareEngine(engine)
         await bare.greet()
+
+        async def turn(way: Callable[[], Awaitable[float]]) -> Mapping[str, float]:
+            return {"ms": await way() * 1e3}
+
         ways: dict[str, Callable[[], Awaitable[float]]] = {
             "text": lambda: ask(router, native, text, 1),
             "ids": lambda: ask(router, native, by_ids, 1),
             "engine": lambda: bare.ask(ids),
         }
-        for _ in range(100 * runs):
-            for name, way in ways.items():
-                found.note(f"{name}_ms", await way() * 1e3)
-    figures = found.medians()
+        found = await in_turn({name: partial(turn, way) for name, way in ways.items()}, 100 * runs)
+    figures = {f"{name}_ms": each.medians()["ms"] for name, each in found.items()}
     return figures | {
         f"{name}_added_ms": round(figures[f"{name}_ms"] - figures["engine_ms"], 2)
         for name in ("text", "ids")
@@ -289,7 +283,7 @@ async def measure_steps(mesh: Stack, streams: int, door: str, runs: int) -> Figu
             tokens, before = generated_tokens(mesh), mesh.cpu_seconds()
             await asyncio.sleep(STEADY_SECONDS)
             after, tokens = mesh.cpu_seconds(), generated_tokens(mesh) - tokens
-            found.note_cpu(microseconds(before, after, tokens))
+            found.note_all(by_service(microseconds(before, after, tokens)))
     return found.medians()
 
 
@@ -354,12 +348,12 @@ async def main(
     runs: int = 5,
     seconds: float = 1.0,
     peer: str | None = None,
-) -> None:
+) -> Figures:
     """`seconds` is the time of a load in each of the runs, `peer` triton://HOST:PORT or native://HOST:PORT."""
     results = await measure(parts, doors, bursts, runs, seconds)
     if peer:
         results["peer"] = {"address": peer} | await measure_peer(peer, bursts, runs, seconds)
-    print(json.dumps({"step_ms": STEP_MS, **results}))
+    return {"step_ms": STEP_MS, **results}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ requests beside the streams are served a second. `--before` is the other tree, w
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,10 @@ from typing import Annotated
 
 from _collector import collector
 from _doors import DOORS, Door
-from _load import Found, Stream, in_turn, microseconds, run_bench, together
+from _load import Stream, microseconds, together
+from _options import run_bench
 from _stack import Stack, stack
+from _turns import Found, in_turn
 from burst import ENGINE, beside
 
 STARTED_SECONDS, ENDING_SECONDS = 0.7, 0.5
@@ -64,7 +65,7 @@ async def main(
     tokens: int = 384,
     rounds: int = 12,
     burst: int = 0,
-) -> None:
+) -> dict[str, object]:
     """`before` is the folder of the other tree, `burst` has so many requests beside the streams."""
     if bool(before) is (traced is not None):
         raise SystemExit("trees.py compares with --before DIR, or with --traced RATIO")
@@ -83,17 +84,17 @@ async def main(
     named = {"door": door, "streams": streams, "rounds": rounds}
     if traced is not None:
         named["traced"] = traced
-    print(json.dumps(named | compared(found["before"], found["now"])))
+    return named | compared(found["before"], found["now"])
 
 
 def compared(before: Found, now: Found) -> dict[str, object]:
     """Medians of both, and of the ratios of the pairs, which are in the order of the turns."""
-    old, new = before.medians(1), now.medians(1)
+    old, new, over = before.medians(1), now.medians(1), now.over(before)
     return {
         name: {
             "before": old[name],
             "now": new[name],
-            "ratio": round(statistics.median(ratios), 3),
+            "ratio": over[name],
             "mean_ratio": round(statistics.geometric_mean(ratios), 3),
         }
         for name, ratios in now.ratios(before).items()

@@ -8,15 +8,15 @@ responses as bytes and parses them after the run. Every text must equal the nati
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Mapping
 from functools import partial
 
 from _doors import DOORS, Door, Triton
-from _load import Figures, in_turn, run_bench, together
+from _load import together
+from _options import run_bench, tell
 from _stack import Stack, stack
+from _turns import Figures, in_turn
 
 STEP_MS = 10
 MODELS = ("ensemble", "tensorrt_llm_bls")
@@ -49,18 +49,18 @@ async def measure(mesh: Stack, streams: int, max_tokens: int, runs: int) -> Figu
         router = own["router_cpu_us_per_token"] / native["router_cpu_us_per_token"]
         own["router_cpu_to_native"] = round(router, 2)
         own["ttft_added_ms"] = round(own["ttft_p50_ms"] - native["ttft_p50_ms"], 2)
-    print(f"{streams} streams: {json.dumps(figures)}", file=sys.stderr)
+    tell(f"{streams} streams", figures)
     return figures
 
 
 async def main(
     *, streams: tuple[int, ...] = (8, 64, 256), tokens: int = 128, runs: int = 3
-) -> None:
+) -> Figures:
     results = {}
     with stack("--simulated-timing-step-ms", str(STEP_MS)) as mesh:
         for count in streams:
             results[str(count)] = await measure(mesh, count, tokens, runs)
-    print(json.dumps({"step_ms": STEP_MS, "streams": results}))
+    return {"step_ms": STEP_MS, "streams": results}
 
 
 if __name__ == "__main__":

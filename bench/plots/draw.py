@@ -31,10 +31,9 @@ def data_path(figures: Mapping[str, Any]) -> Chart:
     services = ("router", "tokenizer", "engine")
     groups = {}
     for streams, paced in figures["streams"].items():
-        cpu = paced["cpu_us_per_token"]
-        floor = paced["floor"]["services_cpu_us_per_token"]
-        mesh = [cpu[service] for service in services]
-        groups[f"{streams} streams"] = {"trtmesh": [*mesh, 0.0], "floor": [0.0, 0.0, 0.0, floor]}
+        mesh = [paced[f"{service}_us"] for service in services]
+        floor = [0.0, 0.0, 0.0, paced["floor"]["services_us"]]
+        groups[f"{streams} streams"] = {"trtmesh": [*mesh, 0.0], "floor": floor}
     parts = (*services, "a bare grpc.aio server")
     return Chart("CPU per streamed token at a 10 ms step", "µs", parts, groups)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import orjson
+import uvloop
 from aiohttp import web
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.kserve import model_config_pb2
@@ -159,4 +160,4 @@ def _triton() -> grpc.GenericRpcHandler:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1]))
+    uvloop.run(_serve(sys.argv[1]))
