@@ -1,8 +1,8 @@
 """aiperf and guidellm beside `trtmesh bench serve`, against one OpenAI door: do they measure the same?
 
 The engine is simulated with a fixed step, so that the truth is steady; the three measure in turn, and medians of the
-rounds are compared. `make bench-agreement` runs it on a quiet machine, prints the table and installs both tools below
-`.openai-clients/`.
+rounds are compared. `make bench-agreement` runs it on a quiet machine, prints a table and a line for each figure that
+says `pass` or `fail`, and installs both tools below `.openai-clients/`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from openai_clients.test_clients import CLIENTS, QUIET, Python
 pytestmark = pytest.mark.clients
 
 STEP_MS, TOKENS = 20.0, 64
-LEVELS = (1, 8, 32)
-ROUNDS, SECONDS = 3, 15.0
-"""Turns of each tool, and about how long each of them lasts."""
+LEVELS = (1, 16, 32)
+ROUNDS = int(os.environ.get("AGREEMENT_ROUNDS", "3"))
+SECONDS = float(os.environ.get("AGREEMENT_SECONDS", "15"))
+"""Turns of each tool, and about how long each of them lasts: few show that everything runs, and measure nothing."""
 MOST_MS, MOST_SHARE = 1.0, 0.02
 RUN_SECONDS = 600.0
 NAME = "local/demo"
@@ -166,9 +167,22 @@ def test_the_tools_agree(level: int, address: str, tmp_path: Path) -> None:
     print(f"\n| {level} at a time | {' | '.join(TOOLS)} |\n|---|---|---|---|")
     for figure, title in FIGURES.items():
         print(f"| {title} | {' | '.join(f'{medians[name][figure]:.2f}' for name in TOOLS)} |")
-    own, *others = medians.values()
-    for other in others:
-        for figure in ("ttft", "itl"):
-            assert other[figure] == pytest.approx(own[figure], abs=MOST_MS), figure
-        for figure in ("requests", "tokens"):
-            assert other[figure] == pytest.approx(own[figure], rel=MOST_SHARE), figure
+    verdicts = [*judged(level, medians)]
+    print("\n".join(verdicts))
+    assert not [line for line in verdicts if line.startswith("fail")]
+
+
+def judged(level: int, medians: Mapping[str, Figures]) -> Iterator[str]:
+    """A line for each figure of each other tool: `pass` or `fail`, and by how much it differs from ours."""
+    (name, own), *others = medians.items()
+    for other, theirs in others:
+        for figure, title in FIGURES.items():
+            is_time = title.endswith("ms")
+            apart = theirs[figure] - own[figure]
+            if is_time:
+                passes, shown = abs(apart) <= MOST_MS, f"{apart:+.2f} ms of {MOST_MS:g}"
+            else:
+                share = apart / own[figure]
+                passes, shown = abs(share) <= MOST_SHARE, f"{share:+.2%} of {MOST_SHARE:.0%}"
+            verdict = "pass" if passes else "fail"
+            yield f"{verdict} {level} at a time, {title}: {other} is {shown} from {name}"

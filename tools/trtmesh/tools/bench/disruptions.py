@@ -57,15 +57,11 @@ class Faults:
 
     def _made(self, fault: Fault, draw: Random) -> AbstractAsyncContextManager[str]:
         """Makes a fault for the length of a block, and yields the name of what has it."""
-        match fault.kind:
-            case "kill":
-                return self._killed(fault, draw)
-            case "freeze":
-                return self._frozen(fault, draw)
-            case "drain":
-                return self._drained(fault, draw)
-            case _:
-                return self._changed(fault, draw)
+        ways = {
+            "kill": self._killed, "freeze": self._frozen,
+            "drain": self._drained, "role": self._changed,
+        }  # fmt: skip
+        return ways[fault.kind](fault, draw)
 
     @asynccontextmanager
     async def _killed(self, fault: Fault, draw: Random) -> AsyncIterator[str]:

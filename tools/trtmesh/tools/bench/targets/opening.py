@@ -29,20 +29,14 @@ OPENERS: Mapping[str, Callable[[Connecting], OpenTarget]] = {
 }
 
 
-def open_target(connecting: Connecting) -> OpenTarget:
-    """A connection to the target, to be opened by `async with`."""
-    return OPENERS[connecting.url.protocol](connecting)
-
-
 @asynccontextmanager
 async def opened(connecting: Connecting, count: int) -> AsyncIterator[Sequence[Target]]:
     """So many connections. Raises TrtmeshError, also where the server is silent."""
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                own = [
-                    await stack.enter_async_context(open_target(connecting)) for _ in range(count)
-                ]
+                opener = OPENERS[connecting.url.protocol]
+                own = [await stack.enter_async_context(opener(connecting)) for _ in range(count)]
         except TimeoutError as error:
             why = f"{connecting.url} does not say what it serves within {CONNECT_SECONDS:g} s"
             raise Unavailable(why) from error

@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
 
 from trtmesh.chassis.errors import SettingsError
 
@@ -14,70 +13,47 @@ MOST_TOKENS = 2**20
 """Largest length: beyond every model's context."""
 
 FORMS = "200, 100..300 (uniform), 200±50 (normal; also 200+-50) or lognormal:200±50"
-_WHOLE, _PLUS_MINUS = r"(\d{1,8})", r"(?:±|\+-)"
-
-
-class TokenLengths(Protocol):
-    """Draws a number of tokens, at least one."""
-
-    def draw(self, draw: Random) -> int: ...
+_FORM = re.compile(
+    r"(?:(lognormal:)(?=.*[±-]))?(\d{1,8})(?:(\.\.|±|\+-)(\d{1,8}))?",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
-    """Each length from `least` to `most`; a fixed length has both equal."""
+class TokenLengths:
+    """A distribution of numbers of tokens."""
 
-    least: int
-    most: int
-
-    def draw(self, draw: Random) -> int:
-        return draw.randint(self.least, self.most)
-
-
-@dataclass(frozen=True, slots=True)
-class Normal:
-    """Rounded draws; those below one token are one, those beyond the largest length are that."""
-
-    mean: int
-    deviation: int
+    kind: str
+    """`uniform`, `normal` or `lognormal`."""
+    one: int
+    """The least length, or the mean of the lengths themselves."""
+    other: int
+    """The largest, or the deviation."""
 
     def draw(self, draw: Random) -> int:
-        return _bounded(draw.gauss(self.mean, self.deviation))
-
-
-@dataclass(frozen=True, slots=True)
-class LogNormal:
-    """Rounded draws, with the mean and the deviation of the lengths themselves."""
-
-    mean: int
-    deviation: int
-
-    def draw(self, draw: Random) -> int:
-        variance = math.log(1 + (self.deviation / self.mean) ** 2)
-        middle = math.log(self.mean) - variance / 2
-        return _bounded(draw.lognormvariate(middle, math.sqrt(variance)))
-
-
-def _bounded(length: float) -> int:
-    return min(max(1, round(length)), MOST_TOKENS)
+        """Rounded; a length below one token is one, one beyond the largest is that."""
+        if self.kind == "uniform":
+            return draw.randint(self.one, self.other)
+        if self.kind == "normal":
+            drawn = draw.gauss(self.one, self.other)
+        else:
+            variance = math.log(1 + (self.other / self.one) ** 2)
+            middle = math.log(self.one) - variance / 2
+            drawn = draw.lognormvariate(middle, math.sqrt(variance))
+        return min(max(1, round(drawn)), MOST_TOKENS)
 
 
 def read_lengths(text: str, setting: str) -> TokenLengths:
     """Raises SettingsError for another form, no tokens or too many."""
-    spelled = text.replace(" ", "")
-    if match := re.fullmatch(_WHOLE, spelled):
-        lengths: TokenLengths = Uniform(int(match[1]), int(match[1]))
-        numbers = [int(match[1])]
-    elif match := re.fullmatch(rf"{_WHOLE}\.\.{_WHOLE}", spelled):
-        lengths = Uniform(int(match[1]), int(match[2]))
-        numbers = [int(match[1]), int(match[2])]
-    elif match := re.fullmatch(rf"(lognormal:)?{_WHOLE}{_PLUS_MINUS}{_WHOLE}", spelled):
-        mean, deviation = int(match[2]), int(match[3])
-        lengths = LogNormal(mean, deviation) if match[1] else Normal(mean, deviation)
-        numbers = [mean]
-    else:
+    if (match := _FORM.fullmatch(text.replace(" ", ""))) is None:
         raise SettingsError(f"is {text!r} but must be like {FORMS}", setting=setting)
-    if numbers != sorted(numbers) or not 1 <= numbers[0] <= numbers[-1] <= MOST_TOKENS:
+    lognormal, one, mark, other = match.groups()
+    if mark in (None, ".."):
+        lengths = TokenLengths("uniform", int(one), int(other or one))
+        most = lengths.other
+    else:
+        lengths = TokenLengths("lognormal" if lognormal else "normal", int(one), int(other))
+        most = lengths.one
+    if not 1 <= lengths.one <= most <= MOST_TOKENS:
         raise SettingsError(
             f"is {text!r} but lengths must be 1 to {MOST_TOKENS} tokens, the smaller first",
             setting=setting,
