@@ -15,7 +15,7 @@ import uvloop
 def run_bench(main: Callable[..., Any]) -> None:
     """Runs it with the options of the command line; what it returns is the last line, as JSON."""
     found = main(**options_of(main))
-    print(json.dumps(uvloop.run(found) if inspect.isawaitable(found) else found))
+    print(json.dumps(uvloop.run(found) if inspect.iscoroutine(found) else found))
 
 
 def tell(what: str, figures: object) -> None:

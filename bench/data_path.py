@@ -50,9 +50,10 @@ async def run_once(
 async def measure(step_ms: float, streams: int, tokens: int, runs: int) -> Figures:
     """Medians of the runs."""
     with stack("--simulated-timing-step-ms", str(step_ms)) as mesh:
-        found = await compared({"mesh": partial(run_once, mesh, streams, tokens)}, runs)
-    tell(f"{streams} streams, step {step_ms:g} ms", found["mesh"])
-    return found["mesh"]
+        found = await in_turn({"mesh": partial(run_once, mesh, streams, tokens)}, runs)
+    medians = found["mesh"].medians()
+    tell(f"{streams} streams, step {step_ms:g} ms", medians)
+    return medians
 
 
 async def measure_floor(streams: int, tokens: int, runs: int) -> Figures:
@@ -60,14 +61,9 @@ async def measure_floor(streams: int, tokens: int, runs: int) -> Figures:
     prompt = f"{tokens} {STEP_MS}"
     with echo_server() as server:
         turn = partial(run_once, server, streams, tokens, prompt=prompt)
-        found = await compared({"floor": turn}, runs)
-    tell(f"{streams} streams, floor", found["floor"])
-    return found["floor"]
-
-
-async def compared(sides: dict[str, Turn], runs: int) -> Figures:
-    """Medians of each."""
-    return {name: each.medians() for name, each in (await in_turn(sides, runs)).items()}
+        medians = (await in_turn({"floor": turn}, runs))["floor"].medians()
+    tell(f"{streams} streams, floor", medians)
+    return medians
 
 
 async def measure_tls(streams: int, tokens: int, runs: int) -> Figures:
@@ -91,7 +87,7 @@ async def measure_shapes(tokens: int, runs: int) -> Figures:
             each: partial(run_once, meshes.enter_context(stack(*STEP, shape=each)), 1, tokens)
             for each in get_args(Shape)
         }
-        return await compared(turns, runs)
+        return {name: each.medians() for name, each in (await in_turn(turns, runs)).items()}
 
 
 async def main(

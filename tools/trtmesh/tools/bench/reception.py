@@ -113,7 +113,7 @@ class Reception:
         item = self._items[batch_index]
         item.worker, item.prompt_tokens = worker, prompt_tokens
 
-    def usage(self, batch_index: int, prompt_tokens: int | None, output_tokens: int | None) -> None:
+    def usage(self, batch_index: int, prompt_tokens: Any, output_tokens: Any) -> None:
         """What the server says it used. Tokens that it counts and never sent are lost. Raises ValueError."""
         for count in (prompt_tokens, output_tokens):
             if count is not None and not (isinstance(count, int) and count >= 0):
