@@ -18,8 +18,8 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.stacks import RunningStack
 from trtmesh.cli.tables import role_word
 from trtmesh.client import AdminClient, Client
-from trtmesh.tools.bench.disruption_options import Fault, read_fault
 from trtmesh.tools.bench.disruptions import Faults
+from trtmesh.tools.bench.faults import Fault, read_fault
 from trtmesh.tools.bench.run_file import read_runs
 from trtmesh.tools.bench.stack_processes import (
     StackProcess,

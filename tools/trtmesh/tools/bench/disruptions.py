@@ -13,7 +13,7 @@ from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.cli.stacks import RunningStack
 from trtmesh.cli.tables import role_word
 from trtmesh.client import AdminClient
-from trtmesh.tools.bench.disruption_options import Fault
+from trtmesh.tools.bench.faults import Fault
 from trtmesh.tools.bench.record import Disruption
 from trtmesh.tools.bench.stack_processes import StackProcess, frozen, kill, processes_of
 from trtmesh.v1 import router_admin_pb2 as pb

@@ -14,9 +14,9 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK, run
+from trtmesh.tools.bench.options import ClientOptions, TargetOptions
 from trtmesh.tools.bench.record import Load, Plan, Run
 from trtmesh.tools.bench.report import ReportOptions
-from trtmesh.tools.bench.serve import ClientOptions, TargetOptions
 from trtmesh.tools.bench.slo import parse_slos
 from trtmesh.tools.bench.targets.target import FORMS
 from trtmesh.tools.bench.workloads.options import WorkloadOptions

@@ -12,9 +12,9 @@ from trtmesh.cli.session import FAILED, INTERRUPTED, OK
 from trtmesh.tools.bench.disruption_options import DisruptionOptions
 from trtmesh.tools.bench.echo import ClientTooSlow, check_client
 from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server_count
+from trtmesh.tools.bench.options import ClientOptions, LoadOptions, TargetOptions
 from trtmesh.tools.bench.record import AnswerOutcome, Load, Plan, Run
 from trtmesh.tools.bench.report import ReportOptions
-from trtmesh.tools.bench.serve import ClientOptions, LoadOptions, TargetOptions
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
 

@@ -14,8 +14,8 @@ from trtmesh.cli.option_groups import grouped
 from trtmesh.cli.session import INTERRUPTED, OK, run
 from trtmesh.cli.tables import add_row, new_table, print_tables
 from trtmesh.tools.bench.measuring import server_count
+from trtmesh.tools.bench.options import TargetOptions
 from trtmesh.tools.bench.record import Load, Plan
-from trtmesh.tools.bench.serve import TargetOptions
 from trtmesh.tools.bench.targets.target import FORMS, Connecting
 from trtmesh.tools.bench.upstream.core import measured
 from trtmesh.tools.bench.upstream.statistics import append_csv
