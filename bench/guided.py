@@ -177,8 +177,8 @@ async def compare(lab: Lab, rows: int, rounds: int) -> Figures:
 
 
 def rate(lab: Lab, rows: int, schemas: int) -> Values:
-    """Tokens a second of the steps in which all decode, and the masks for each token that were late, so that its row sat
-    the step out."""
+    """Tokens a second of the steps in which all decode, and the steps that rows sat out for each token, as their masks
+    were late."""
     assert lab.loaded.grammars
     counts = lab.loaded.grammars.counts
     before = counts.late_masks
