@@ -198,14 +198,10 @@ async def _wait(call: Call[bytes, bytes]) -> None:
 
 
 def compared(found: Mapping[str, Found]) -> Figures:
-    """Medians, and their ratios to those of the first."""
+    """Medians, and those of the ratios to the first."""
+    (first, base), *others = found.items()
     figures: Figures = {name: each.medians() for name, each in found.items()}
-    first, *others = figures
-    for name in others:
-        figures[f"{name}_over_{first}"] = {
-            kind: round(value / figures[first][kind], 3) for kind, value in figures[name].items()
-        }
-    return figures
+    return figures | {f"{name}_over_{first}": each.over(base) for name, each in others}
 
 
 PARTS = {
