@@ -92,8 +92,7 @@ class Bench:
 
     async def gaps(self, dtype: str) -> Figures:
         """Percentiles of the time between two steps in milliseconds, alone and while adapters load."""
-        most = LOADED_MIB[1] * 2**20
-        worker = self._worker(dtype, host_bytes=2**32, max_adapter_bytes=2 * most, max_rank=256)
+        worker = self._worker(dtype, host_bytes=2**32, max_rank=256)
         mib_per_rank = worker.call("content_bytes", 64) / 64 / 2**20
         sizes = np.linspace(*LOADED_MIB, 32)
         ranks = [max(1, round(size / mib_per_rank)) for size in sizes]

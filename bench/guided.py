@@ -96,7 +96,7 @@ def grammars(size: int, schemas: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tokenizer.json").write_text(tokenizer_of(size), encoding="utf-8")
         started = time.perf_counter()
-        compiler = compiler_for(Path(folder), size, [0], 8)
+        compiler = compiler_for(Path(folder), size, [0])
         seconds = time.perf_counter() - started
     assert compiler
     compiles, masks, refused = list[float](), list[float](), 0

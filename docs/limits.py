@@ -20,9 +20,10 @@ from trtmesh.router.doors.http import json_bodies, port
 from trtmesh.router.doors.triton import calls, tensors
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.settings import RouterSettings
+from trtmesh.router.streams import client_stream
 from trtmesh.router.values import request
 from trtmesh.router.values.handoff_state import MAX_STATE_BYTES
-from trtmesh.tokenizer.encoding import EncodingSettings
+from trtmesh.tokenizer.settings import TokenizerSettings
 from trtmesh.v1.generation_fields import LIMITS, MOST_CHARACTERS, MOST_ENTRIES
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -60,7 +61,8 @@ def _table(title: str, rows: list[Row]) -> Iterator[str]:
     yield ""
 
 
-_HTTP, _ROUTER, _ENCODING = HttpSettings(), RouterSettings(engines=()), EncodingSettings()
+_HTTP, _ROUTER = HttpSettings(), RouterSettings(engines=())
+_TOKENIZER = TokenizerSettings(model_dir=Path())
 _MESSAGE = MessageLimits()
 
 TABLES: dict[str, list[Row]] = {
@@ -75,8 +77,8 @@ TABLES: dict[str, list[Row]] = {
         ("token ids of a prompt", parsing.MAX_PROMPT_TOKENS, INVALID),
         ("token ids of all prompts", request.MAX_REQUEST_TOKENS, INVALID),
         (
-            "bytes of a text with its words (tokenizer's `encoding.max_text_bytes`)",
-            _ENCODING.max_text_bytes,
+            "bytes of a text with its words (a sixteenth of the tokenizer's `max_message_bytes`)",
+            _TOKENIZER.max_text_bytes,
             f"{INVALID}, at the router",
         ),
         ("characters of a request id", request.MAX_REQUEST_ID_LENGTH, INVALID),
@@ -153,8 +155,8 @@ TABLES: dict[str, list[Row]] = {
         ("seconds to send a head, from its first byte", http_server.HEAD_SECONDS, "closed"),
         ("seconds from an answer to the next request", port.IDLE_SECONDS, "closed"),
         (
-            "seconds in which nothing of an answer is read (`client.unread_seconds` and one more)",
-            _ROUTER.client.unread_seconds + port.UNREAD_MARGIN_SECONDS,
+            "seconds in which nothing of an answer is read",
+            client_stream.UNREAD_SECONDS + port.UNREAD_MARGIN_SECONDS,
             "closed",
         ),
         (
@@ -222,8 +224,8 @@ TABLES: dict[str, list[Row]] = {
         ("seconds of silence before a PING", connection.PING_AFTER_SECONDS, "PING"),
         ("seconds to answer it", connection.PING_TIMEOUT_SECONDS, "closed"),
         (
-            "seconds in which nothing of a stream's message is read (`client.unread_seconds`)",
-            _ROUTER.client.unread_seconds,
+            "seconds in which nothing of a stream's message is read",
+            client_stream.UNREAD_SECONDS,
             "SLOW_CLIENT",
         ),
         (

@@ -80,10 +80,10 @@ def _service(cls: type[ServiceSettings]) -> Iterator[str]:
 
 
 def _alike(groups: Mapping[str, type[Settings]]) -> dict[type[Settings], list[str]]:
-    """The classes that several groups extend, with the names of these."""
+    """The classes that several groups are or extend, with the names of these."""
     alike: dict[type[Settings], list[str]] = {}
     for name, group in groups.items():
-        for base in group.__bases__:
+        for base in (group, *group.__bases__):
             if base is not Settings:
                 alike.setdefault(base, []).append(name)
     return {base: names for base, names in alike.items() if len(names) > 1}

@@ -23,10 +23,13 @@ Constants = Mapping[str, float]
 FLAG = "--constant"
 
 PLACES = {
+    "max_logits_bytes": "trtmesh.engine.admission:MAX_LOGITS_BYTES",
+    "max_prompt_table_bytes": "trtmesh.engine.backends.torch.model.prompt_tables:MAX_PROMPT_TABLE_BYTES",
+    "step_gap_seconds": "trtmesh.engine.service.engine_service:STEP_GAP_SECONDS",
     "layers_per_part": "trtmesh.engine.backends.torch.loading:LAYERS_PER_PART",
     "unread_answer_seconds": "trtmesh.engine.gateways.trtllm.servicer:UNREAD_SECONDS",
     "max_json_bytes": "trtmesh.router.doors.http.port:MAX_JSON_BYTES",
-    "max_adapter_bytes": "trtmesh.router.adapters.assembly:MAX_ADAPTER_BYTES",
+    "max_adapter_bytes": "trtmesh.chassis.adapter_content:MAX_ADAPTER_BYTES",
     "adapter_load_seconds": "trtmesh.router.adapters.contents:LOAD_SECONDS",
     "delivery_seconds": "trtmesh.router.fleet.deliveries:DELIVERY_SECONDS",
     "resolve_seconds": "trtmesh.router.fleet.discovery:RESOLVE_SECONDS",
@@ -40,6 +43,7 @@ PLACES = {
     "sibling_wait_seconds": "trtmesh.router.requests.siblings:WAIT_SECONDS",
     "buffer_tokens": "trtmesh.router.streams.client_stream:BUFFER_TOKENS",
     "buffer_bytes": "trtmesh.router.streams.client_stream:BUFFER_BYTES",
+    "client_unread_seconds": "trtmesh.router.streams.client_stream:UNREAD_SECONDS",
     "max_lost_tokenizers": "trtmesh.router.tokenizers.pool:MAX_LOST_TOKENIZERS",
     "tokenizer_wait_seconds": "trtmesh.router.tokenizers.pool:WAIT_SECONDS",
 }

@@ -54,7 +54,7 @@ ROUTER = (
     # Every lost process comes back.
     *("--retries-worker-wait-seconds", "60"),
     *constants(tokenizer_wait_seconds=60, max_lost_workers=100, max_lost_tokenizers=100),
-    *("--client-unread-seconds", "60", *constants(buffer_tokens=200)),
+    *constants(client_unread_seconds=60, buffer_tokens=200),
 )
 
 

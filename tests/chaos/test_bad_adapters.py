@@ -61,7 +61,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         *("--backend", "torch", "--model-dir", str(model_dir), "--torch-threads", "1"),
         *("--torch-kv-cache-tokens", "4096", "--torch-adapters-host-bytes", str(1 << 24)),
         *("--torch-adapters-max-rank", str(MOST_RANK), "--load-interval-seconds", "0.05"),
-        *("--torch-adapters-max-adapter-bytes", str(MOST_BYTES)),
+        *constants(max_adapter_bytes=MOST_BYTES),
     )
     router = (
         *("--adapters-roots", str(root), *constants(max_adapter_bytes=2 * MOST_BYTES)),

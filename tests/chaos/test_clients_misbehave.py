@@ -77,8 +77,8 @@ async def test_killed_client_frees_its_requests() -> None:
 @pytest.mark.parametrize("limit", ["paused", "stall"])
 async def test_client_that_never_reads_is_ended(limit: str) -> None:
     flags = {
-        "paused": ("--client-unread-seconds", "2", *constants(buffer_tokens=20_000)),
-        "stall": ("--client-unread-seconds", "1", *constants(buffer_tokens=10**9)),
+        "paused": constants(client_unread_seconds=2, buffer_tokens=20_000),
+        "stall": constants(client_unread_seconds=1, buffer_tokens=10**9),
     }[limit]
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         router = psutil.Process(mesh.router.pid)
@@ -114,7 +114,7 @@ async def is_live(mesh: Mesh, requests: int) -> bool:
 
 async def test_client_that_never_reads_the_last_message_is_ended() -> None:
     """Generation is over, so only the pending message reveals the client."""
-    flags = ("--client-unread-seconds", "1")
+    flags = constants(client_unread_seconds=1)
     async with running_mesh(router_flags=flags) as mesh:
         echo = pb.GenerationConfig(
             stopping=pb.StoppingConfig(max_tokens=1),

@@ -76,7 +76,7 @@ async def stuck(router: ServiceProcess) -> bool:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_slow_client_is_cut_off(mesh: Mesh, path: str) -> None:
-    router = await start_router(mesh, "--client-unread-seconds", "0.5")
+    router = await start_router(mesh, *constants(client_unread_seconds=0.5))
     tasks = (await scrape(router))["trtmesh_tasks"]
     async with client_that_does_not_read(router.http_address, path):
 

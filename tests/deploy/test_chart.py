@@ -519,7 +519,7 @@ def templates(values: Mapping[str, Any]) -> dict[str, Any]:
     [
         ({"router": {"settings": {"defragment": True}}}, "router"),
         ({"tokenizer": {"settings": {"tool_format": "none"}}}, "tokenizer"),
-        ({"pools": [{"name": "cpu", "settings": {"step_gap_seconds": 20}}]}, "engine-cpu"),
+        ({"pools": [{"name": "cpu", "settings": {"load_interval_seconds": 2}}]}, "engine-cpu"),
     ],
 )
 def test_a_changed_setting_starts_the_pods_that_have_it_anew(
@@ -527,7 +527,7 @@ def test_a_changed_setting_starts_the_pods_that_have_it_anew(
 ) -> None:
     one = {"pools": [{"name": "cpu"}]}
     if component == "tokenizer":
-        change = {"tokenizer": {"settings": {"encoding": {"threads": 3}}}}
+        change = {"tokenizer": {"settings": {"allow_request_templates": True}}}
     before, after = templates(one), templates(merged(one, change))
     assert {name for name in before if before[name] != after[name]} == {
         f"{RELEASE}-trtmesh-{component}"

@@ -32,6 +32,7 @@ from e2e.mesh import (
     running_mesh,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from process_constants import constants
 from processes import ServiceProcess, service_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -203,8 +204,8 @@ async def test_scaling_asks_for_metrics_that_are_there(release: Release) -> None
 
 
 async def test_an_engine_that_is_too_busy_for_work_stays_alive() -> None:
-    """Its steps take longer than `step_gap_seconds`: it is left out by routers, and not killed."""
-    slow = ("--step-gap-seconds", "0.2", "--simulated-timing-step-ms", "2000")
+    """Its steps take longer than STEP_GAP_SECONDS: it is left out by routers, and not killed."""
+    slow = (*constants(step_gap_seconds=0.2), "--simulated-timing-step-ms", "2000")
     (pod,) = [p for p in services(render(EXAMPLES["monitoring"])) if p.component == "engine"]
 
     async def start(mesh: Mesh) -> None:

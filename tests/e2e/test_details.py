@@ -12,6 +12,7 @@ import pytest_asyncio
 import torch
 from e2e.mesh import Mesh, running_mesh
 from oracle import tiny_models
+from process_constants import constants
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidField, UnsupportedField
 from trtmesh.client import ItemResult, PromptDetails, Tokens
@@ -35,7 +36,8 @@ async def torch_mesh(folder: Path) -> AsyncIterator[Mesh]:
         *("--model-dir", str(folder), "--torch-dtype", "float32", "--torch-threads", "1"),
         # Several steps a prompt, few rows a message.
         *("--torch-kv-cache-tokens", "2048", "--torch-batching-max-step-tokens", "8"),
-        *("--torch-limits-max-logits-bytes", "300000", "--max-message-bytes", "65536"),
+        *constants(max_logits_bytes=300_000),
+        *("--max-message-bytes", "65536"),
     )
     async with running_mesh(engine_flags=flags, model_dir=folder) as mesh:
         yield mesh
@@ -196,7 +198,7 @@ async def test_refusal_names_the_field_of_the_client(torch_mesh: Mesh) -> None:
     (item,) = await torch_mesh.client.complete(["x"], context_logits=True, generation_logits=True)
     assert isinstance(item.error, InvalidField)
     assert "output.generation_logits" in item.error.message
-    assert "max_logits_bytes" in item.error.message
+    assert "at most 300000" in item.error.message
     for option in ({"best_of": 2}, {"logits_post_processor": "mine"}):
         (item,) = await torch_mesh.client.complete(["x"], **option)
         assert isinstance(item.error, UnsupportedField)

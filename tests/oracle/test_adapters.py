@@ -40,6 +40,7 @@ from trtmesh.chassis.errors import (
 from trtmesh.chassis.vocabulary import Adapter, Lora, Tensor
 from trtmesh.engine.adapters.lora import Place, Update
 from trtmesh.engine.backend import AdapterLoad, BlocksStored
+from trtmesh.engine.backends.torch.cpu import device
 from trtmesh.engine.backends.torch.model.lora_layers import DeviceAdapters
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -298,14 +299,14 @@ async def test_unusable_adapters_leave_nothing_behind(adapted: Callable[[str], A
 
 
 async def test_weights_beyond_the_type_of_the_activations_are_refused_by_layer(
-    adapted: Callable[[str], Adapted],
+    adapted: Callable[[str], Adapted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In slots, an infinite weight spoils the rows of other adapters: 0 times infinity is NaN."""
     each, prompt = adapted("llama"), PROMPTS[1]
     good = each.contents[1]
     large = replace(good, weights=good.weights[:-4] + struct.pack("<f", 1e5))
-    half = {"dtype": "float16", "weight_copies": False}
-    async with running(each.model_dir, **ON, **half) as harness:
+    monkeypatch.setattr(device, "lacks_instructions", lambda _: False)
+    async with running(each.model_dir, **ON, dtype="float16") as harness:
         await load(harness, 1, good)
         alone = (await harness.ended(harness.submit(prompt, asking(named(1, good)))))[0].token_ids
         error = (await answer(harness, 2, large)).error

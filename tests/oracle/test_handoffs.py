@@ -17,6 +17,7 @@ import torch
 from chaos.tiny_adapters import tiny_adapter
 from e2e.mesh import Mesh, eventually, running_mesh, scrape
 from oracle import tiny_models
+from process_constants import constants
 from processes import ServiceProcess
 from trtmesh.client import AdminClient, Client, FinishReason, ItemResult
 from trtmesh.v1 import engine_pb2 as epb
@@ -38,7 +39,7 @@ STEPPED: dict[str, Any] = {"max_tokens": TOKENS, "ignore_end_id": True, "log_pro
 TORCH = (
     *("--torch-dtype", "float32", "--torch-threads", "1", "--torch-kv-cache-tokens", "4096"),
     *("--torch-batch-invariant", "true", "--torch-adapters-host-bytes", str(1 << 24)),
-    *("--torch-limits-max-prompt-table-bytes", str(1 << 20)),
+    *constants(max_prompt_table_bytes=1 << 20),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine.torch.harness import Harness, Stream, configure, running
 from oracle import tiny_models
+from process_constants import patch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import Tensor
@@ -264,10 +265,11 @@ async def test_a_sum_goes_on_where_the_sequence_began_elsewhere(
 
 
 async def test_what_asks_for_too_many_logits_is_refused_before_anything_is_computed(
-    llama: Path,
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = VOCABULARY * 4
-    async with running(llama, max_logits_bytes=10 * row) as engine:
+    patch(monkeypatch, max_logits_bytes=10 * row)
+    async with running(llama) as engine:
         fits = configure(max_tokens=10, generation_logits=True, context_logits=True)
         engine.submit([5] * 10, fits)
         half = configure(max_tokens=20, generation_logits=True, logits_data_type=pb.DATA_TYPE_BF16)

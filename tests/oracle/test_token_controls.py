@@ -15,10 +15,8 @@ from engine.torch.choosing import chosen, continuation, filtered_weights
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from transformers import TopPLogitsWarper
-from trtmesh.chassis.errors import InvalidField, InvalidRequest, UnsupportedField
-from trtmesh.chassis.parsing import refuse_unsupported
+from trtmesh.chassis.errors import InvalidField, InvalidRequest
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling, Stopping
-from trtmesh.v1 import generation_pb2 as pb
 
 NEW_TOKENS = 32
 VOCABULARY = tiny_models.VOCABULARY_SIZE
@@ -245,27 +243,3 @@ def test_a_ban_of_the_end_id_holds_while_min_tokens_are_not_there() -> None:
         row = continuation([2] * (1 + generated), config, 1, end_ids=(0,))
         assert chosen([row], logits) == [token]
     assert logits.tolist() == [[9.0, 1.0, 0.0]], "the logits of the caller changed"
-
-
-@pytest.mark.parametrize(
-    ("mode", "refused", "taken"),
-    [
-        ("top_k", {"top_p": 0.5}, {"top_k": 3}),
-        ("top_p", {"top_k": 3}, {"top_p": 0.5}),
-        ("top_k_top_p", {}, {"top_k": 3, "top_p": 0.5}),
-        ("beam_search", {"temperature": 0.5}, {}),
-    ],
-)
-async def test_a_decoding_mode_refuses_the_fields_of_others(
-    llama: Path, mode: str, refused: dict[str, Any], taken: dict[str, Any]
-) -> None:
-    async with running(llama, decoding_mode=mode) as engine:
-        config = configure(max_tokens=3, ignore_end_id=True, seed=1, **taken)
-        (stream,) = await engine.ended(engine.submit([5], config))
-        assert stream.end is not None
-        assert stream.end.reason == pb.FINISH_REASON_LENGTH
-        for name, value in refused.items():
-            with pytest.raises(UnsupportedField, match=name):
-                refuse_unsupported(configure(**{name: value}), engine.info.supported_fields, "")
-        has_beams = any(name.startswith("beam") for name in engine.info.supported_fields)
-        assert not has_beams or mode == "beam_search"

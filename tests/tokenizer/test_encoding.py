@@ -26,7 +26,6 @@ from trtmesh.tokenizer.encoding import (
     EncodedTexts,
     Encoder,
     EncodeRequest,
-    EncodingSettings,
     LaneLimits,
     Outcome,
     UnreadRequest,
@@ -74,12 +73,12 @@ class GatedTokenizer:
 async def encoder_over(
     tokenizer: Any, threads: int = 1, max_text_bytes: int = 4 * 2**20, **limits: int
 ) -> AsyncIterator[Encoder]:
-    sizes = {"long_text_bytes": LIMIT, "max_batch_bytes": LIMIT} | limits
+    sizes = {"threads": threads, "long_text_bytes": LIMIT, "max_batch_bytes": LIMIT} | limits
     encoder = Encoder(
         cast("Tokenizer", tokenizer),
         Speller(tokenizer),
         StopVocabularies(WholeDetokenizer(cast("Tokenizer", tokenizer)), NO_SPECIAL_TOKENS),
-        EncodingSettings(threads=threads, max_text_bytes=max_text_bytes),
+        max_text_bytes,
         TokenizerMetrics(),
         LaneLimits(**sizes),
     )

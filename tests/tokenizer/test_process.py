@@ -88,10 +88,3 @@ async def test_unusable_model_directory_ends_the_process(tmp_path: Path, spoilt:
     assert ended.status == 4
     assert "trtmesh tokenizer: error: " in ended.stderr
     assert str(directory) in ended.stderr.splitlines()[-1]
-
-
-async def test_inconsistent_limits_are_refused(model_dir: Path) -> None:
-    flags = ("--model-dir", str(model_dir), "--encoding-max-text-bytes", str(2**29))
-    ended = await run_to_exit("tokenizer", *flags)
-    assert ended.status == 2
-    assert "max_text_bytes is 536870912 but must be at most an eighth" in ended.stderr

@@ -389,15 +389,15 @@ async def test_empty_stop_text_fails(link: Link) -> None:
 
 async def test_oversized_text_is_refused(model_dir: Path) -> None:
     async with (
-        served(model_dir, encoding={"max_text_bytes": 100}) as server,
+        served(model_dir, max_message_bytes=16 * 1024) as server,
         linked(server.stub) as link,
     ):
-        encoded = await link.encode(encode(3, "é" * 51))
+        encoded = await link.encode(encode(3, "é" * 513))
         assert encoded.handle == 3
         assert encoded.error.reason == "INVALID_FIELD"
         assert list(encoded.error.fields) == ["text"]
-        assert encoded.error.value == "102 bytes"
-        assert not (await link.encode(encode(3, "é" * 50))).HasField("error")
+        assert encoded.error.value == "1026 bytes"
+        assert not (await link.encode(encode(3, "é" * 512))).HasField("error")
 
 
 async def test_encode_handle_in_use_fails_the_second_encode(link: Link) -> None:

@@ -85,7 +85,6 @@ def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
             "policy": "guaranteed_no_evict",
             "chunked_context": True,
         },
-        "decoding_mode": "top_k_top_p",
         "kv_cache": {"tokens": 8192, "free_memory_fraction": 0.8, "prefix_reuse": False},
         "host_cache": {"bytes": 1048576},
         "limits": {"max_queue_size": 7},

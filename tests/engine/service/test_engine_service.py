@@ -15,6 +15,7 @@ import grpc
 import pytest
 from engine_streams import StreamFailed, eventually, router_stream, serving, stop, submit
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from process_constants import constants
 from processes import ServiceProcess, run_to_exit, service_process
 from recording_backend import INFO, RecordingBackend
 from trtmesh.chassis.errors import SettingsError
@@ -176,7 +177,7 @@ async def test_crash_breaks_stream() -> None:
 
 
 async def test_stall_is_reported_while_load_continues() -> None:
-    flags = ("--simulated-faults-freeze-after-steps", "5", "--step-gap-seconds", "0.2")
+    flags = ("--simulated-faults-freeze-after-steps", "5", *constants(step_gap_seconds=0.2))
     async with service_process("engine", *SIMULATED, *flags) as process:
         await until_health(process.address, SERVING)
         async with router_stream(process.address) as stream:
@@ -192,7 +193,7 @@ async def test_stall_is_reported_while_load_continues() -> None:
 
 
 async def test_health_recovers_with_next_step() -> None:
-    flags = ("--simulated-timing-step-ms", "600", "--step-gap-seconds", "0.1")
+    flags = ("--simulated-timing-step-ms", "600", *constants(step_gap_seconds=0.1))
     async with service_process("engine", *SIMULATED, *flags) as process:
         async with (
             health_watch(process.address) as health,
@@ -262,8 +263,8 @@ class TestThatCannotStart:
             (("--simulated-timing-stepms", "5"), {}, ("--simulated-timing-stepms", "--help")),
             (
                 (),
-                {"TRTMESH_ENGINE_STEP_GAP_SECONDS": "0"},
-                ("environment variable TRTMESH_ENGINE_STEP_GAP_SECONDS", "'0'", "above 0"),
+                {"TRTMESH_ENGINE_LOAD_INTERVAL_SECONDS": "0"},
+                ("environment variable TRTMESH_ENGINE_LOAD_INTERVAL_SECONDS", "'0'", "above 0"),
             ),
             (
                 (

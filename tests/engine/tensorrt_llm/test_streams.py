@@ -22,6 +22,7 @@ from engine.tensorrt_llm.harness import (
     tokens,
     watch,
 )
+from process_constants import patch
 from trtmesh.chassis.errors import (
     InvalidField,
     InvalidRequest,
@@ -238,12 +239,15 @@ async def test_logits_come_whole_and_in_the_type_asked_for(release: str) -> None
         assert len(last_call()["cache_salt"]) == 32
 
 
-async def test_log_probs_of_a_long_prompt_are_refused_for_their_logits(release: str) -> None:
+async def test_log_probs_of_a_long_prompt_are_refused_for_their_logits(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library makes them from all logits of the prompt, in FP32."""
     limit = (len(PROMPT) - 1) * VOCABULARY * 4
-    async with lab(backend(limits={"max_logits_bytes": limit})) as on:
+    patch(monkeypatch, max_logits_bytes=limit)
+    async with lab(backend()) as on:
         asked = {**NEW, "prompt_log_probs": True}
-        with pytest.raises(InvalidField, match="max_logits_bytes") as refused:
+        with pytest.raises(InvalidField, match=f"at most {limit}; shorten") as refused:
             on.submit(PROMPT, config_of(asked))
         assert refused.value.field == "output.prompt_log_probs"
         (outcome,) = await run(on, PROMPT[1:], **asked)

@@ -338,7 +338,7 @@ def test_rows_that_sit_out_any_steps_get_the_same_tokens(
     """And the same KV is found again. Mistral sees a window."""
     model = model_dir(family)
     items = GUIDED if beams else GUIDED[:-1]
-    compile_guide = compiler_for(model, tiny_models.VOCABULARY_SIZE, (0,), 8)
+    compile_guide = compiler_for(model, tiny_models.VOCABULARY_SIZE, (0,))
     assert compile_guide
     drivers = [Driver(model, 1, **pool), FollowingDriver(model, **pool), Driver(model, 2, **pool)]
     late = [

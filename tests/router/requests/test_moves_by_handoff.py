@@ -202,11 +202,16 @@ async def rest_of(call: Any) -> list[int]:
     return ids
 
 
-SLOW_CLIENT = {"client": {"unread_seconds": 3600}}
 TOKENS = 6_000
 """Three times what an unread call takes: its window has a few bytes, and the router keeps 2,000."""
 
 _whole: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def slow_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a client read nothing for as long as a test takes."""
+    patch(monkeypatch, client_unread_seconds=3600)
 
 
 async def whole() -> list[int]:
@@ -230,7 +235,7 @@ async def test_a_paused_sequence_continues_from_its_parked_kv(
 ) -> None:
     patch(monkeypatch, max_parked=64 if parked else 0)
     wanted = await whole()
-    async with workers("mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
+    async with workers("mixed", **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as call:
             if parked:
                 await on.stage("parked")
@@ -252,7 +257,7 @@ async def test_a_paused_sequence_continues_from_its_parked_kv(
 @pytest.mark.usefixtures("small_buffer")
 async def test_parked_kv_moves_where_its_worker_drains() -> None:
     wanted = await whole()
-    async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
+    async with workers("mixed", "mixed", **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as call:
             await on.stage("parked")
             (live,) = (await on.client.admin.list_handoffs()).handoffs
@@ -264,7 +269,7 @@ async def test_parked_kv_moves_where_its_worker_drains() -> None:
 @pytest.mark.usefixtures("small_buffer")
 async def test_parked_kv_of_a_lost_worker_is_computed_again() -> None:
     wanted = await whole()
-    async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
+    async with workers("mixed", "mixed", **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as call:
             await on.stage("parked")
             (live,) = (await on.client.admin.list_handoffs()).handoffs
@@ -281,7 +286,7 @@ async def test_parked_kv_of_a_lost_worker_is_computed_again() -> None:
 @pytest.mark.parametrize("drained", [False, True])
 async def test_a_receiver_that_dies_while_a_sequence_resumes_is_left(*, drained: bool) -> None:
     wanted = await whole()
-    async with workers("mixed", "mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
+    async with workers("mixed", "mixed", "mixed", **FLAT_OUT) as on:
         before = on.handoffs(cause="paused", result="migrated")
         async with slow_call(on, TOKENS) as call:
             await on.stage("parked")
@@ -306,7 +311,7 @@ async def test_a_receiver_that_dies_while_a_sequence_resumes_is_left(*, drained:
 async def test_a_sequence_that_its_full_worker_refuses_migrates_to_another() -> None:
     """Where its KV is there is no room for the rest, so it does not wait there."""
     wanted = await whole()
-    async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
+    async with workers("mixed", "mixed", **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as call:
             await on.stage("parked")
             (live,) = (await on.client.admin.list_handoffs()).handoffs
@@ -325,7 +330,7 @@ async def test_a_sequence_that_its_full_worker_refuses_migrates_to_another() -> 
 @pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("how", ["stop", "leave"])
 async def test_a_parked_item_that_ends_frees_its_kv(how: str) -> None:
-    async with workers("mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
+    async with workers("mixed", **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as call:
             await on.stage("parked")
             if how == "stop":
@@ -340,7 +345,7 @@ async def test_a_parked_item_that_ends_frees_its_kv(how: str) -> None:
 @pytest.mark.parametrize("how", ["remove", "stop"])
 async def test_a_worker_that_leaves_waits_for_no_paused_client(how: str) -> None:
     wanted = await whole()
-    async with workers("mixed", "mixed", settings=SLOW_CLIENT, **FLAT_OUT) as on:
+    async with workers("mixed", "mixed", **FLAT_OUT) as on:
         async with slow_call(on, TOKENS) as call:
             await on.stage("parked")
             (live,) = (await on.client.admin.list_handoffs()).handoffs

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from process_constants import patch
 from router.scene import scene
 from router.scripted import (
     LENGTH,
@@ -348,7 +349,8 @@ async def test_waiting_requests_are_not_judged_before_a_message_can_be_unread_fo
         judge(self, now)
 
     monkeypatch.setattr(Pace, "judge", counted)
-    async with door(client={"unread_seconds": 3600}) as router:
+    patch(monkeypatch, client_unread_seconds=3600)
+    async with door() as router:
         asked = [router.generate(router.request(f"r{number}")) for number in range(50)]
         await eventually(lambda: len(router.engine.submits) == len(asked))
         # Ten looks of the router.

@@ -15,7 +15,6 @@ from router.scripted import (
     READY,
     ScriptedEngine,
     eventually,
-    merged,
     serving_engine,
     serving_router,
     until_states,
@@ -49,13 +48,22 @@ async def unread_search(**settings: Any) -> AsyncIterator[tuple[ScriptedEngine, 
     request = router_pb2.GenerateRequest(
         request_id="search", items=[router_pb2.GenerateItem(prompt=prompt)], config=config
     )
-    settings = merged({"client": {"unread_seconds": 3600}}, settings)
+    with pytest.MonkeyPatch.context() as patching:
+        patch(patching, client_unread_seconds=3600)
+        async with searched(engine, request, **settings) as call:
+            yield engine, call
+
+
+@asynccontextmanager
+async def searched(
+    engine: ScriptedEngine, request: router_pb2.GenerateRequest, **settings: Any
+) -> AsyncIterator[Call]:
     async with serving_engine(engine) as address, serving_router([address], **settings) as client:
         await until_states(client, [READY], [])
         async with grpc.aio.insecure_channel(client.address, options=FIXED_WINDOW) as channel:
             call = router_pb2_grpc.MeshServiceStub(channel).Generate(request)
             await engine.submitted()
-            yield engine, call
+            yield call
             call.cancel()
 
 

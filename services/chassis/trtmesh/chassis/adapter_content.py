@@ -21,6 +21,8 @@ from trtmesh.chassis.errors import InvalidField, InvalidRequest, NotFound, Unsup
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.v1 import generation_pb2 as pb
 
+MAX_ADAPTER_BYTES = 2**30
+"""Most bytes of a content, in routers and workers: rank 32 on all layers of a model of 70B takes 0.8 GiB."""
 DIGEST_BYTES = 16
 MOST_HEADER_BYTES = 4096
 MOST_MODULES = 1 << 16

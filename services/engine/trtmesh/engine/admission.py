@@ -20,6 +20,9 @@ from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import FILTERS
 
+MAX_LOGITS_BYTES = 2**30
+"""Most bytes of logits of an item, and of those of all items' drafts: 2,000 rows of 128,000 ids in float32."""
+
 
 def admit(item: Submission, info: BackendInfo) -> EndRule:
     """Returns the end rule of the item's sequences. Raises InvalidRequest or OutOfBlocks for an impossible item."""
@@ -220,9 +223,7 @@ def _shared_blocks(prompt_tokens: int, beams: int, info: BackendInfo) -> int:
 
 
 def _check_logits(item: Submission, limit: int, info: BackendInfo) -> None:
-    output, most = item.config.output, info.max_logits_bytes
-    if most is None:
-        return
+    output, most = item.config.output, MAX_LOGITS_BYTES
     row_bytes = info.vocabulary_size * ELEMENT_BYTES[output.logits_data_type or pb.DATA_TYPE_FP32]
     wanted = []
     if output.context_logits:
@@ -236,7 +237,7 @@ def _check_logits(item: Submission, limit: int, info: BackendInfo) -> None:
         if rows * row_bytes > most:
             raise InvalidField(
                 f"of {rows} tokens over {info.vocabulary_size} ids takes {rows * row_bytes} bytes but must take at"
-                f" most {most} (limits.max_logits_bytes); {remedy} or for a smaller data type",
+                f" most {most}; {remedy} or for a smaller data type",
                 field=field,
                 value=str(rows * row_bytes),
                 limit=f"at most {most} bytes",

@@ -35,8 +35,6 @@ class EngineSettings(SecuredSettings):
     """Phases of items that this worker computes."""
     load_interval_seconds: Seconds = 0.1
     """Time between two Load events, in seconds."""
-    step_gap_seconds: Seconds = 10.0
-    """Time without a step while sequences wait for one; afterwards the worker's health is NOT_SERVING."""
     trtllm_service: bool = False
     """Whether gateways may call trtllm.TrtllmService on the same port; needs the extra `gateways`."""
     handoff: HandoffSettings = HandoffSettings()

@@ -260,7 +260,6 @@ class Router:
             settings.http,
             settings.connections,
             settings.max_message_bytes,
-            settings.client.unread_seconds,
             self._runtime.certificates.server(HTTP_1_1),
             self._runtime.admission,
             self._metrics,

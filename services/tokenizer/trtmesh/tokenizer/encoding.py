@@ -15,13 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Annotated
 
-from pydantic import Field
 from tokenizers import Encoding, Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull, TrtmeshError
 from trtmesh.chassis.panics import is_failure
-from trtmesh.chassis.settings import Settings
 from trtmesh.chassis.spellings import Speller
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.metrics import TokenizerMetrics
@@ -116,19 +113,13 @@ class EncodedTexts:
 Outcome = EncodedTexts | TrtmeshError
 
 
-class EncodingSettings(Settings):
-    """Texts to encode."""
-
-    threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads for short texts; long and huge texts have one thread each."""
-    max_text_bytes: Annotated[int, Field(ge=1, le=2**30)] = 4 * 2**20
-    """Largest text with words of one encode, in bytes of UTF-8; a larger one is refused with INVALID_FIELD."""
-
-
 @dataclass(frozen=True, slots=True)
 class LaneLimits:
     """Sizes and queues of the three lanes: short, long, huge."""
 
+    threads: int = 2
+    """Threads for short texts; long and huge texts have one thread each. The event loop encodes most short texts, and
+    tokenizers scale by processes."""
     long_text_bytes: int = 16 * 2**10
     """Least size of a long text; from HUGE_TO_LONG times this size a text is huge."""
     max_batch_bytes: int = 64 * 2**10
@@ -147,29 +138,27 @@ class Encoder:
         tokenizer: Tokenizer,
         speller: Speller,
         stop_vocabularies: StopVocabularies,
-        settings: EncodingSettings,
+        max_text_bytes: int,
         metrics: TokenizerMetrics,
         limits: LaneLimits = LaneLimits(),
     ) -> None:
-        self._max_text_bytes = settings.max_text_bytes
+        self._max_text_bytes = max_text_bytes
         self.long_text_bytes = limits.long_text_bytes
         """Size of requests to leave unread."""
         self._encode = partial(encode_batch, tokenizer, speller, stop_vocabularies)
-        self._most_on_the_spot = min(
-            ON_THE_SPOT_BYTES, settings.max_text_bytes, limits.long_text_bytes - 1
-        )
+        self._most_on_the_spot = min(ON_THE_SPOT_BYTES, max_text_bytes, limits.long_text_bytes - 1)
         self._comes_first = True
         """Whether the next text is the first in this pass."""
         few = limits.max_queued_long
         lanes = (
-            (0, "short", settings.threads, limits.max_queued),
+            (0, "short", limits.threads, limits.max_queued),
             (limits.long_text_bytes, "long", 1, few),
             (limits.long_text_bytes * HUGE_TO_LONG, "huge", 1, few),
         )
         self._lanes = [
             _Lane(
                 _LaneSize(*lane, limits.max_batch_bytes),
-                partial(_read_and_encode, self._encode, settings.max_text_bytes),
+                partial(_read_and_encode, self._encode, max_text_bytes),
                 metrics,
             )
             for lane in lanes
@@ -329,7 +318,7 @@ def _check_size(request: EncodeRequest, most: int) -> None:
     if request.size_bytes > most:
         raise InvalidField(
             f"has {request.size_bytes} bytes with its words but must have at most {most}"
-            " (encoding.max_text_bytes)",
+            " (a sixteenth of max_message_bytes)",
             field="text",
             value=f"{request.size_bytes} bytes",
             limit=f"at most {most}",

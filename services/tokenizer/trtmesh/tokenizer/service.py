@@ -69,16 +69,15 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         vocabulary = await asyncio.to_thread(load_vocabulary, self._settings.model_dir)
         stops = StopVocabularies(vocabulary.detokenizer, vocabulary.special_tokens)
         speller = Speller(for_words(vocabulary.tokenizer))
-        encoder = Encoder(
-            vocabulary.tokenizer, speller, stops, self._settings.encoding, self._metrics
-        )
+        most = self._settings.max_text_bytes
+        encoder = Encoder(vocabulary.tokenizer, speller, stops, most, self._metrics)
         renderer = ChatRenderer(
             vocabulary.chat_templates,
-            self._settings.encoding.max_text_bytes,
+            most,
             takes_templates=self._settings.allow_request_templates,
         )
         templates = vocabulary.chat_templates
-        reader = TemplateReader(templates.response_template, self._settings.encoding.max_text_bytes)
+        reader = TemplateReader(templates.response_template, most)
         self._tool_format = await self._usable(
             tool_format(templates, self._settings.tool_format), reader
         )
@@ -181,7 +180,7 @@ def _describe(
         chat_template=vocabulary.chat_templates.default,
         kind=vocabulary.kind,
         schema_revision=SCHEMA_REVISION,
-        max_text_bytes=settings.encoding.max_text_bytes,
+        max_text_bytes=settings.max_text_bytes,
         instance=instance,
         door_fingerprint=f"{vocabulary.door_fingerprint} {tools} {reasoning}",
         defaults=vocabulary.defaults,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from pydantic import model_validator
 from trtmesh.chassis.settings import Port
 from trtmesh.chassis.tls.settings import SecuredSettings
 from trtmesh.tokenizer.chat.speaking import ReasoningFormat, ToolFormat
-from trtmesh.tokenizer.encoding import EncodingSettings
 
 
 class TokenizerSettings(SecuredSettings):
@@ -21,7 +19,6 @@ class TokenizerSettings(SecuredSettings):
     """Port of the gRPC server."""
     model_dir: Path
     """Directory with tokenizer.json, or older tokenizer files, and tokenizer_config.json."""
-    encoding: EncodingSettings = EncodingSettings()
     allow_request_templates: bool = False
     """Whether a request may bring a chat template of its own, to run in the process for templates."""
     tool_format: ToolFormat = ToolFormat.AUTO
@@ -29,12 +26,8 @@ class TokenizerSettings(SecuredSettings):
     reasoning_format: ReasoningFormat = ReasoningFormat.AUTO
     """How the model writes its reasoning; auto goes by its chat template."""
 
-    @model_validator(mode="after")
-    def _an_answer_fits_a_message(self) -> Self:
-        # A word of one byte can take eight in the answer: an id of four and the frame around it.
-        if self.encoding.max_text_bytes * 8 > self.max_message_bytes:
-            raise ValueError(
-                f"encoding.max_text_bytes is {self.encoding.max_text_bytes} but must be at most an eighth of"
-                f" max_message_bytes, which is {self.max_message_bytes}, for the ids of the text to fit"
-            )
-        return self
+    @property
+    def max_text_bytes(self) -> int:
+        """Most bytes of a text with its words, so that their ids fit a message: a word of one byte can take eight, an
+        id of four and the frame around it. Half of what fits bounds the time of an encode to a second."""
+        return self.max_message_bytes // 16

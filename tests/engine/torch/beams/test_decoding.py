@@ -13,6 +13,7 @@ from engine.torch.conftest import ModelDir
 from engine.torch.harness import Harness, Stream, configure, running
 from oracle import tiny_models
 from oracle.beams import STOPPING, TOKENS, Beams, expected
+from process_constants import patch
 from transformers import PreTrainedModel
 from trtmesh.chassis.errors import InvalidField, OutOfBlocks, TrtmeshError
 from trtmesh.chassis.vocabulary import GenerationConfig
@@ -293,7 +294,7 @@ REFUSALS: list[tuple[dict[str, Any], type[TrtmeshError], str]] = [
     (
         {"max_tokens": 60, "generation_logits": True},
         InvalidField,
-        "of 240 tokens .*max_logits_bytes",
+        "of 240 tokens .* must take at most 40000",
     ),
     ({"normalize_log_probs": False}, InvalidField, r"output\.normalize_log_probs"),
     ({"width": 17}, InvalidField, r"beam_width is 17 .* 16"),
@@ -303,9 +304,14 @@ REFUSALS: list[tuple[dict[str, Any], type[TrtmeshError], str]] = [
 
 @pytest.mark.parametrize(("values", "kind", "words"), REFUSALS)
 async def test_fields_without_meaning_for_beams_are_refused(
-    values: dict[str, Any], kind: type[TrtmeshError], words: str, llama: Path
+    values: dict[str, Any],
+    kind: type[TrtmeshError],
+    words: str,
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with running(llama, kv_cache_tokens=512, max_logits_bytes=40_000) as engine:
+    patch(monkeypatch, max_logits_bytes=40_000)
+    async with running(llama, kv_cache_tokens=512) as engine:
         with pytest.raises(kind, match=words):
             engine.submit([5], beams(**{"width": 4, **values}))
         harmless = {"top_k": 1, "top_p": 0.0, "temperature": 1.0}

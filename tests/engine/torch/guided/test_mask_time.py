@@ -97,7 +97,7 @@ def row_of(key: int, guide: Guide, tokens: Sequence[int] = ()) -> Any:
 
 
 def grammar_of(model: Path, kind: str, guide: str) -> Grammar:
-    compile_guide = compiler_for(model, tiny_models.VOCABULARY_SIZE, (0,), 8)
+    compile_guide = compiler_for(model, tiny_models.VOCABULARY_SIZE, (0,))
     assert compile_guide
     return Grammar(compile_guide(GuidedDecoding(pb.GuideType.Value(f"GUIDE_TYPE_{kind}"), guide)))
 
@@ -189,7 +189,7 @@ def test_an_ended_sequence_has_no_mask(llama: Path) -> None:
 
 def test_a_grammar_has_automata_for_its_sequences(llama: Path) -> None:
     """As many as fill masks at once, each at the same places."""
-    compile_guide = compiler_for(llama, tiny_models.VOCABULARY_SIZE, (0,), 8)
+    compile_guide = compiler_for(llama, tiny_models.VOCABULARY_SIZE, (0,))
     assert compile_guide
     grammars = Grammars(compile_guide, automata=4)
     asked = GuidedDecoding(pb.GUIDE_TYPE_JSON)

@@ -126,7 +126,7 @@ async def test_random_answers_under_made_schemas_are_valid(model_dir: ModelDir) 
 
 @pytest.fixture(scope="module")
 def compiler() -> GuidanceCompiler:
-    found = compiler_for(DEMO, VOCABULARY, [END_ID], max_whitespace=8)
+    found = compiler_for(DEMO, VOCABULARY, [END_ID])
     assert found
     return found
 

@@ -88,7 +88,7 @@ CASES: list[tuple[Format, list[str], list[str]]] = [
 
 @pytest.fixture(scope="module")
 def compiler() -> GuidanceCompiler:
-    found = compiler_for(DEMO, 6144, [0], max_whitespace=8)
+    found = compiler_for(DEMO, 6144, [0])
     assert found
     return found
 

@@ -16,6 +16,7 @@ from engine.torch.conftest import ModelDir
 from engine.torch.harness import SECONDS, Harness, configure, running
 from log_lines import LogLine
 from oracle import tiny_models
+from process_constants import patch
 from transformers import PreTrainedModel
 from trtmesh.chassis.errors import (
     BackendFailed,
@@ -384,11 +385,14 @@ async def test_defect_while_reading_a_table_ends_the_item_and_is_logged(
     assert logged() == [LogLine("request-0", "a prompt table could not be read")]
 
 
-async def test_the_tables_of_all_items_have_bounded_memory(llama: Path) -> None:
+async def test_the_tables_of_all_items_have_bounded_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two fit; the tables of ended items no longer count."""
     config = tuned(tensor_of(random_table(4, 1)))
     size = 2 * 4 * HIDDEN * 4
-    async with running(llama, max_prompt_table_bytes=2 * size + 1) as engine:
+    patch(monkeypatch, max_prompt_table_bytes=2 * size + 1)
+    async with running(llama) as engine:
         with pytest.raises(InvalidField) as refused:
             engine.submit([VOCABULARY], tuned(tensor_of(random_table(9, 1))))
         assert refused.value.field == "prompt_tuning.embedding_table"

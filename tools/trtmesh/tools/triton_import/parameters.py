@@ -182,7 +182,8 @@ def _decoding(subject: Subject, draft: Draft) -> None:
     if subject.value in SPECULATIVE:
         draft.refuse(subject, OTHER_DRAFTS)
     else:
-        draft.carry(subject, (*TORCH, "decoding_mode"), DECODING(subject))
+        DECODING(subject)
+        draft.replace(subject, "each request says how it is decoded")
 
 
 def _scheduler_policy(subject: Subject, draft: Draft) -> None:

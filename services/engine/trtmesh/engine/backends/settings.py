@@ -30,8 +30,6 @@ class LimitSettings(Settings):
     """Most tokens of a sequence, prompt included; 0 means the model's length, within the KV cache."""
     max_sequences_per_item: Annotated[int, Field(ge=1, le=256)] = 16
     """Most sequences of one item."""
-    max_logits_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
-    """Most bytes of logits that an item may ask for; larger requests are refused."""
 
 
 class AdapterSettings(Settings):
@@ -41,5 +39,3 @@ class AdapterSettings(Settings):
     """Most adapters computed at once; sequences with another one wait."""
     max_rank: Annotated[int, Field(ge=1, le=4096)] = 64
     """Largest rank of an adapter; memory is reserved for it."""
-    max_adapter_bytes: Annotated[int, Field(ge=1, le=2**31 - 1)] = 2**28
-    """Most bytes of an adapter's content."""

@@ -55,6 +55,11 @@ from trtmesh.v1 import engine_pb2_grpc, kv_transfer_pb2_grpc
 log = logging.getLogger(__name__)
 
 
+STEP_GAP_SECONDS = 10.0
+"""Time without a step while sequences wait for one; afterwards the worker's health is NOT_SERVING. Routers leave it
+earlier, by what they learned of its steps."""
+
+
 class Progress:
     """Judges a series of stats; times are seconds of one monotonic clock."""
 
@@ -123,7 +128,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._backend = backend
         self._loop = asyncio.get_running_loop()
         self._streams = Streams(self.metrics)
-        self._progress = Progress(settings.step_gap_seconds)
+        self._progress = Progress(STEP_GAP_SECONDS)
         self._engine: LoadedEngine | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._sessions: Sessions = set()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Self
 
+from trtmesh.chassis import adapter_content
 from trtmesh.chassis.adapter_content import FILE_NAMES, MOST_CONFIG_BYTES, AdapterContent
 from trtmesh.chassis.errors import InvalidField, InvalidRequest
 from trtmesh.v1 import router_admin_pb2 as pb
 
-MAX_ADAPTER_BYTES = 2**30
-"""Largest content of an adapter; workers have lower limits, by their memory."""
-
 
 def check_size(size: int) -> None:
     """Raises InvalidField for the size of a content above the limit."""
-    if size > MAX_ADAPTER_BYTES:
-        raise InvalidField.of("size", size, f"at most {MAX_ADAPTER_BYTES} bytes")
+    most = adapter_content.MAX_ADAPTER_BYTES
+    if size > most:
+        raise InvalidField.of("size", size, f"at most {most} bytes")
 
 
 class Assembly:

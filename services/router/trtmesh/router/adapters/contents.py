@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from trtmesh.chassis import adapter_content
 from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
 from trtmesh.chassis.errors import (
     AdapterMismatch,
@@ -22,7 +23,6 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     Unavailable,
 )
-from trtmesh.router.adapters import assembly
 from trtmesh.router.adapters.registry import Entry, Version
 from trtmesh.router.adapters.settings import AdapterSettings
 
@@ -171,7 +171,8 @@ class Contents:
         return await asyncio.to_thread(_longest_unused, self._files, entries, most_bytes, most)
 
     def _read_source(self, source: str) -> tuple[AdapterContent, str]:
-        content = AdapterContent.read(locate(self._roots, source), assembly.MAX_ADAPTER_BYTES)
+        most = adapter_content.MAX_ADAPTER_BYTES
+        content = AdapterContent.read(locate(self._roots, source), most)
         return content, content.version
 
 

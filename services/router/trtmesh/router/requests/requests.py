@@ -22,6 +22,7 @@ from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.live_request import Admitted, ItemTasks, LiveRequest
+from trtmesh.router.streams import client_stream
 from trtmesh.router.streams.client_stream import ClientLimits
 from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.request import GenerationRequest, ItemRequest
@@ -247,7 +248,7 @@ class Requests:
         if now > self._none_unread_until:
             looked_at = self.live.values()
             longest = max((each.client.unread_seconds(now) for each in looked_at), default=0.0)
-            self._none_unread_until = now + self._client_limits.unread_seconds - longest
+            self._none_unread_until = now + client_stream.UNREAD_SECONDS - longest
         for live in looked_at:
             live.pace.judge(now)
 

@@ -413,14 +413,17 @@ MOST_OVERDRAFT = 16
 """Multiple of the credit that ends a request. Despite a pause, tokens in flight arrive, and beams are never paused."""
 
 
+UNREAD_SECONDS = 120.0
+"""Longest time that a message may stay unread, paused or not, then SLOW_CLIENT. Longer than any pause of a network that
+connections survive, and what it holds is bounded by the credit and by `client.total_bytes`."""
+
+
 class ClientLimits(Settings):
     """Limits on the output waiting for a client."""
 
     total_bytes: Annotated[int, Field(ge=1)] = 512 * 2**20
     """Most memory of the output waiting for all clients together; beyond, the request with the largest part ends with
     SLOW_CLIENT."""
-    unread_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
-    """Longest time that a message may stay unread, paused or not, then SLOW_CLIENT."""
 
 
 @dataclass(slots=True)
@@ -457,9 +460,9 @@ class Pace:
 
     def judge(self, now: float) -> None:
         """Ends the request if the client has stalled or a pause does not help."""
-        limits, client = self._limits, self._client
+        client = self._client
         if (
-            client.unread_seconds(now) > limits.unread_seconds
+            client.unread_seconds(now) > UNREAD_SECONDS
             or client.waiting_tokens > MOST_OVERDRAFT * BUFFER_TOKENS
             or client.waiting_bytes > MOST_OVERDRAFT * BUFFER_BYTES
         ):
@@ -500,7 +503,6 @@ class Pace:
             SlowClient(
                 f"the client left {client.waiting_tokens} tokens and {client.waiting_bytes} bytes unread for"
                 f" {client.unread_seconds(now):.1f} s; limits are {BUFFER_TOKENS} tokens, {BUFFER_BYTES}"
-                f" bytes, {limits.unread_seconds:g} s (client.unread_seconds), and {limits.total_bytes} bytes of"
-                " all clients (client.total_bytes)"
+                f" bytes, {UNREAD_SECONDS:g} s, and {limits.total_bytes} bytes of all clients (client.total_bytes)"
             )
         )

@@ -208,7 +208,8 @@ class TokenizerPool:
         most = self._most_bytes(model)
         if most and (size := _least_bytes(texts, most)) > most:
             raise InvalidField(
-                f"has {size} bytes with its words but must have at most {most} (encoding.max_text_bytes)",
+                f"has {size} bytes with its words but must have at most {most} (a sixteenth of the"
+                " tokenizer's max_message_bytes)",
                 field="text",
                 value=f"{size} bytes",
                 limit=f"at most {most}",

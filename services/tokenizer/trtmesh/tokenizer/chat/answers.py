@@ -27,7 +27,7 @@ class TemplateReader:
         if self._template is None:
             raise InvalidField("needs a response_template, which the model lacks", field="answer")
         if (size := answer.ByteSize()) > self._most_bytes:
-            limit = f"at most {self._most_bytes} (encoding.max_text_bytes)"
+            limit = f"at most {self._most_bytes} (a sixteenth of max_message_bytes)"
             raise InvalidField.of("answer", f"{size} bytes", limit)
         question = {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
         try:

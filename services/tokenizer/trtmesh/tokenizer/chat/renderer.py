@@ -65,7 +65,7 @@ class ChatRenderer:
         if size > self._most_bytes:
             raise InvalidField(
                 f"has {size} bytes with all of the conversation but must have at most {self._most_bytes}"
-                " (encoding.max_text_bytes)",
+                " (a sixteenth of max_message_bytes)",
                 field="chat.messages",
             )
         continues = chat.continue_final_message

@@ -15,6 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 from hashlib import blake2b
 
+from trtmesh.chassis import adapter_content
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, QueueFull
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
@@ -318,7 +319,7 @@ def _info(settings: SimulatedSettings) -> BackendInfo:
             roles=(epb.WORKER_ROLE_MIXED, epb.WORKER_ROLE_PREFILL, epb.WORKER_ROLE_DECODE),
             max_adapters=adapters.slots,
         ),
-        max_adapter_bytes=adapters.max_adapter_bytes if adapters.slots else 0,
+        max_adapter_bytes=adapter_content.MAX_ADAPTER_BYTES if adapters.slots else 0,
         end_ids=(ids.end_id,),
         state_kind=(
             StateKind("simulated", settings.handoff.compatibility)

@@ -103,8 +103,6 @@ class SimulatedAdapterSettings(Settings):
     """Adapters ready to run at once; 0 refuses adapters."""
     host_adapters: Count = 1024
     """Adapters in host memory; each counts as 1 MiB."""
-    max_adapter_bytes: Annotated[int, Field(ge=1, le=2**31 - 1)] = 2**28
-    """Most bytes of an adapter's content."""
     max_rank: Annotated[int, Field(ge=1, le=4096)] = 1024
     """Largest rank of an adapter."""
     load_ms: Milliseconds = 0.0

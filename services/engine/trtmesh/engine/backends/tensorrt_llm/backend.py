@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trtmesh.chassis import adapter_content
 from trtmesh.chassis.block_hashes import root_hash
 from trtmesh.chassis.errors import (
     BackendFailed,
@@ -559,10 +560,9 @@ def _info(
         data_type=model.data_type,
         max_queue_size=limits.max_queue_size,
         max_prompt_tokens=prompt,
-        max_logits_bytes=limits.max_logits_bytes,
         static_batching=settings.option("scheduler_config", "capacity_scheduler_policy")
         == "STATIC_BATCH",
-        max_adapter_bytes=min(adapters.max_adapter_bytes, adapters.disk_bytes),
+        max_adapter_bytes=min(adapter_content.MAX_ADAPTER_BYTES, adapters.disk_bytes),
         state_kind=kind_of(settings, library),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from trtmesh.chassis.errors import HandoffFailed, InvalidField, InvalidRequest, UnsupportedField
 from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding, IdSequence
+from trtmesh.engine import admission
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.tensorrt_llm.fields import PLAIN
 from trtmesh.engine.backends.tensorrt_llm.handoff import context_params, generation_params
@@ -81,7 +82,6 @@ class Translator:
         self._computes_context_alone = not settings.overlaps
         self._max_beam_width = settings.limits.max_beam_width
         self._vocabulary_size = vocabulary_size
-        self._max_logits_bytes = settings.limits.max_logits_bytes
 
     def call(self, item: Submission, rule: EndRule, adapter: AdapterFiles | None) -> Call:
         """Raises InvalidRequest or UnsupportedField for what the library cannot do."""
@@ -130,11 +130,11 @@ class Translator:
 
     def _check_logits(self, item: Submission) -> None:
         """The library makes log-probabilities of the prompt from all its logits, in FP32 whatever is asked."""
-        rows, most = item.prompt_tokens, self._max_logits_bytes
+        rows, most = item.prompt_tokens, admission.MAX_LOGITS_BYTES
         if (size := rows * self._vocabulary_size * LOGIT_BYTES) > most:
             raise InvalidField(
                 f"of {rows} tokens over {self._vocabulary_size} ids takes {size} bytes of logits but must take at most"
-                f" {most} (limits.max_logits_bytes); shorten the prompt",
+                f" {most}; shorten the prompt",
                 field="output.prompt_log_probs",
                 value=str(size),
                 limit=f"at most {most} bytes",

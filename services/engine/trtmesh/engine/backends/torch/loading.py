@@ -12,11 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from trtmesh.chassis import adapter_content
 from trtmesh.chassis.cores import weight_bytes
 from trtmesh.chassis.device_names import AUTO
 from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.chassis.progress import tell_progress
+from trtmesh.engine import admission
 from trtmesh.engine.adapter_store import StoreLimits
 from trtmesh.engine.backend import BackendInfo, Capabilities
 from trtmesh.engine.backends.torch.accelerator import Accelerator
@@ -42,6 +44,7 @@ from trtmesh.engine.backends.torch.memory.handoff_memory import kv_memory_of
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.memory.shortage import LESS_STEP, fitting
 from trtmesh.engine.backends.torch.memory.tensors import DATA_TYPES
+from trtmesh.engine.backends.torch.model import prompt_tables
 from trtmesh.engine.backends.torch.model.lora_layers import Room
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTables
@@ -204,9 +207,7 @@ def _engine(
     )
     limits, batching = settings.limits, settings.batching
     tell_progress("reads the tokenizer")
-    compile_guide = compiler_for(
-        model_dir, model.vocabulary_size, model.end_ids, settings.guided.max_whitespace
-    )
+    compile_guide = compiler_for(model_dir, model.vocabulary_size, model.end_ids)
     # The KV of several ranks cannot be handed over yet.
     hands_over = installed.is_independent and ranks is None
     info = BackendInfo(
@@ -223,11 +224,9 @@ def _engine(
         ),
         max_queue_size=limits.max_queue_size,
         max_prompt_tokens=None if batching.chunked_context else batching.max_step_tokens,
-        max_logits_bytes=limits.max_logits_bytes,
         tokens_per_block=settings.kv_cache.tokens_per_block,
         total_blocks=sizes.blocks,
         supported_fields=supported_fields(
-            settings.decoding_mode,
             adapters=bool(model.targets),
             prompt_tables=ranks is None,
             guides=compile_guide is not None,
@@ -243,8 +242,6 @@ def _engine(
             "device": f"{len(settings.device.names)} of {hardware_of(device.name)}",
             "libraries": f"torch {torch.__version__}, transformers {version('transformers')}",
             "batch_invariant": str(settings.batch_invariant),
-            "weight_copies": str(settings.weight_copies),
-            "guided.max_whitespace": str(settings.guided.max_whitespace),
         },
     )
     adapters = _adapters(settings.adapters, model)
@@ -271,8 +268,8 @@ def _engine(
     counts = grammars.counts if grammars else GuideCounts()
     masks: Masks = MaskThreads(counts, threads) if threads else MaskTime(counts)
     engine = Engine(compute, scheduler, adapters, handoffs, drafting, masks)
-    tables = PromptTables(model.embedding, limits.max_prompt_table_bytes)
-    draft_logits = DraftLogits(info.vocabulary_size, limits.max_logits_bytes)
+    tables = PromptTables(model.embedding, prompt_tables.MAX_PROMPT_TABLE_BYTES)
+    draft_logits = DraftLogits(info.vocabulary_size, admission.MAX_LOGITS_BYTES)
     kv_memory = kv_memory_of(cache) if hands_over else None
     return Loaded(
         engine, info, device, cache, tables, draft_logits, grammars, adapters, kv_memory, ranks
@@ -401,7 +398,7 @@ def _adapters(settings: TorchAdapterSettings, model: Model) -> AdapterCache:
 
 
 def _most_adapter_bytes(settings: TorchAdapterSettings) -> int:
-    return min(settings.max_adapter_bytes, settings.host_bytes)
+    return min(adapter_content.MAX_ADAPTER_BYTES, settings.host_bytes)
 
 
 def _names(settings: TorchSettings) -> list[str]:

@@ -70,22 +70,6 @@ class TorchBatchingSettings(Settings):
         return self.context_chunk_tokens or self.max_step_tokens if self.chunked_context else None
 
 
-class TorchLimitSettings(LimitSettings):
-    """Sequences computed and waiting, and the size of an item."""
-
-    max_prompt_table_bytes: Annotated[int, Field(ge=1, le=2**40)] = 2**30
-    """Most memory in bytes for the prompt tables of all items, each counted as received and as computed with; an item
-    with a table beyond this is refused."""
-
-
-class TorchGuidedSettings(Settings):
-    """Guided decoding."""
-
-    max_whitespace: Annotated[int, Field(ge=0, le=4096)] = 8
-    """Default of guided_decoding.max_whitespace: most blanks and line ends in a row between the parts of JSON; 0 means
-    none. Models that may write any number sometimes write nothing else."""
-
-
 class TorchAdapterSettings(AdapterSettings):
     """LoRA adapters in host memory and in the slots of the device."""
 
@@ -105,9 +89,6 @@ class TorchSettings(Settings):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV cache; auto is float32 on a CPU and the model's own elsewhere."""
-    weight_copies: bool = True
-    """Whether a CPU without half-precision instructions keeps a float32 copy of half-precision weights: steps of more
-    than two tokens are up to seven times as fast, for three times the memory of the weights."""
     device: Devices = DeviceNames("cpu")
     """Device in PyTorch's words, such as cpu or cuda:0, or a GPU-... or MIG-... as `nvidia-smi -L` prints it; auto is
     the GPU where the kernels run on one, else the CPU. Several, such as cuda:0,cuda:1, are ranks that share the model:
@@ -120,9 +101,6 @@ class TorchSettings(Settings):
     """Whether the tokens of a sequence depend on nothing else that the worker computes, at the price of speed; needs a
     CPU, or a GPU on which the kernels run. If not, rounding depends on the batch, and changes some tokens that nearly
     tie with others."""
-    decoding_mode: Literal["auto", "top_k", "top_p", "top_k_top_p", "beam_search"] = "auto"
-    """Decoding allowed to requests; other fields are refused. auto allows everything, top_k and top_p one filter,
-    top_k_top_p both, beam_search only beams."""
     drafts: Literal["off", "ngram", "suffix", "model"] = "off"
     """Source of draft tokens, which the model verifies several at a time: ngram repeats what followed the last tokens
     earlier in the same sequence, suffix also in finished sequences of the same salt and adapter, model is the smaller
@@ -134,7 +112,7 @@ class TorchSettings(Settings):
     kv_cache: TorchKvCacheSettings = TorchKvCacheSettings()
     host_cache: HostCacheSettings = HostCacheSettings()
     batching: TorchBatchingSettings = TorchBatchingSettings()
-    limits: TorchLimitSettings = TorchLimitSettings()
+    limits: LimitSettings = LimitSettings()
     adapters: TorchAdapterSettings = TorchAdapterSettings()
 
     @model_validator(mode="after")
@@ -142,5 +120,3 @@ class TorchSettings(Settings):
         if (self.drafts == "model") != (self.draft_model is not None):
             raise ValueError("drafts is model exactly where draft_model is set")
         return self
-
-    guided: TorchGuidedSettings = TorchGuidedSettings()

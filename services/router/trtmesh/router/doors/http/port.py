@@ -19,6 +19,7 @@ from trtmesh.router.doors.http.bodies import Bodies, BodyLimits
 from trtmesh.router.doors.http.errors import ErrorForm, answering
 from trtmesh.router.doors.http.origins import answer_preflight, only_from, readable_from
 from trtmesh.router.metrics import RouterMetrics
+from trtmesh.router.streams import client_stream
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,10 @@ class HttpPort:
         settings: PortSettings,
         connections: ConnectionSettings,
         max_body_bytes: int,
-        unread_seconds: float,
         tls: ServerTls | None,
         admission: MessageAdmission,
         metrics: RouterMetrics,
     ) -> None:
-        """`unread_seconds` is how long a client of a request may leave its answer unread."""
         self.open_handlers = set[Handler]()
         """They answer anyone, with or without an API key."""
         self.error_forms: dict[str, ErrorForm] = {}
@@ -80,7 +79,7 @@ class HttpPort:
             held_bytes=MAX_UNFINISHED_BYTES,
             idle_seconds=IDLE_SECONDS,
             # A stream ends by the limit of its request, which tells why.
-            unread_seconds=unread_seconds + UNREAD_MARGIN_SECONDS,
+            unread_seconds=client_stream.UNREAD_SECONDS + UNREAD_MARGIN_SECONDS,
         )
         self._http = HttpServer(self.app, limits, tls)
         self.bodies = Bodies(

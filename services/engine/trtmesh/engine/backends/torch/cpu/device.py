@@ -57,7 +57,7 @@ class Cpu(Device):
         self._group = group
 
     def fit(self, module: PreTrainedModel, dtype: torch.dtype) -> Fitted:
-        wide = self._settings.weight_copies and lacks_instructions(dtype)
+        wide = lacks_instructions(dtype)
         fuse_layers(module, Rotation())
         if wide:
             widen(module)

@@ -52,7 +52,7 @@ class DraftLogits:
             raise InvalidField.of(
                 LOGITS,
                 f"{len(tensor.data)} bytes",
-                f"at most {self._most_bytes} bytes (limits.max_logits_bytes)",
+                f"at most {self._most_bytes} bytes",
             )
 
     def read(self, request_id: str, draft: Draft, holders: int, done: Done) -> PartLease:
@@ -65,11 +65,10 @@ class DraftLogits:
         if lease is None:
             held = self._preparation.held
             raise QueueFull(
-                f"the logits of other items' drafts take {held} bytes of at most {self._most_bytes}"
-                " (limits.max_logits_bytes); try again later or elsewhere",
+                f"the logits of other items' drafts take {held} bytes of at most {self._most_bytes};"
+                " try again later or elsewhere",
                 value=str(held),
                 limit=f"at most {self._most_bytes} bytes",
-                limit_field="limits.max_logits_bytes",
             )
         return lease
 

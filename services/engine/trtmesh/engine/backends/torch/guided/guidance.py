@@ -89,17 +89,20 @@ class GuidanceMatcher:
         return _sentence(self.own.get_error()) if self.own.is_error() else ""
 
 
+MAX_WHITESPACE = 8
+"""Most blanks and line ends in a row between the parts of JSON, where an item does not say otherwise: models that may
+write any number sometimes write nothing else."""
+
+
 class GuidanceCompiler:
     """Compiles guides for a tokenizer."""
 
-    def __init__(self, tokenizer: LLTokenizer, max_whitespace: int) -> None:
-        """`max_whitespace` counts where an item does not say otherwise."""
+    def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._max_whitespace = max_whitespace
 
     def __call__(self, asked: GuidedDecoding, check: Check = lambda: None) -> GuidanceMatcher:
         """Implements Compile."""
-        most = self._max_whitespace if asked.max_whitespace is None else asked.max_whitespace
+        most = MAX_WHITESPACE if asked.max_whitespace is None else asked.max_whitespace
         try:
             return Compilation(self._tokenizer, most, check).of(plain(asked))
         except (ValueError, ArithmeticError) as error:
@@ -210,7 +213,7 @@ class Compilation:
 
 
 def compiler_for(
-    model_dir: Path, vocabulary_size: int, end_ids: Sequence[int], max_whitespace: int
+    model_dir: Path, vocabulary_size: int, end_ids: Sequence[int]
 ) -> GuidanceCompiler | None:
     """Returns the compiler for a model's tokenizer, or None, with the reason in the log. Takes seconds for 100,000 ids.
     `vocabulary_size` is the size of the logits."""
@@ -231,7 +234,7 @@ def compiler_for(
     except (OSError, ValueError) as error:
         log.warning("guided decoding is refused, since llguidance cannot use %s: %s", file, error)
         return None
-    return GuidanceCompiler(tokenizer, max_whitespace)
+    return GuidanceCompiler(tokenizer)
 
 
 def _schema_grammar(schema: dict[str, object], options: Any) -> str:
