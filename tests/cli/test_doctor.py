@@ -161,7 +161,7 @@ async def _faulty_mesh(folder: Path) -> tuple[Report, Mapping[str, str]]:
         # A frozen worker is stalled after so long, and lost after ten times as long.
         flags += (
             "--deadlines-silence-seconds",
-            "6",
+            "15",
             "--connections-max-open",
             "900000",
             "--engines",
@@ -306,6 +306,7 @@ IN_A_CONFIGURATION: Sequence[tuple[Fault, Service]] = (
      lambda at: [router("--admin-token-file", pipe(at / "token"))]),
     (Fault("file", "error", "model_dir", "cannot be read", "name a file"),
      lambda at: [f"tokenizer --model-dir {at}/none"]),
+    (Fault("file", "error", "model_dir", "not set", "name a file"), lambda _: ["engine"]),
     (Fault("key-mismatch", "error", "engine", "not the key of", "tls.key"), mismatched),
     (Fault("certificate", "error", "engine", "expired", "replace the files"),
      lambda at: [engine(*tls(issued(at, valid=timedelta(days=-1))[1]))]),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +60,13 @@ class Tree:
             stdout=subprocess.PIPE,
         )
         assert process.stdout
-        line = await process.stdout.readline()
-        assert line, f"{service} of {self.name} ended at its start"
+        try:
+            line = await process.stdout.readline()
+            assert line, f"{service} of {self.name} ended at its start"
+        except BaseException:
+            with suppress(ProcessLookupError):
+                process.kill()
+            raise
         return TreeProcess(self, service, flags, process, json.loads(line))
 
 

@@ -135,11 +135,14 @@ async def _service(
         return ServiceFacts(name, None, str(error))
     except SystemExit:
         return ServiceFacts(name, None, "--help prints its flags, and starts nothing")
-    if isinstance(settings, RouterSettings) and (file := settings.api_keys.file):
+    if isinstance(settings, RouterSettings) and (listed := settings.api_keys.file):
         try:
-            keys = [*read_keys(file.read_text(encoding="utf-8"))]
+            keys = [*read_keys(listed.read_text(encoding="utf-8"))]
         except (OSError, ValueError) as error:
-            broken[f"api_keys.file {file}"] = str(getattr(error, "strerror", None) or error)
+            broken[f"api_keys.file {listed}"] = str(getattr(error, "strerror", None) or error)
+    directory, file = _model(settings)
+    if file and directory is None:
+        broken["model_dir"] = "it is not set"
     needed = {path: what for what, path in _needed(settings) if not path.is_file()}
     shown, problem = _certificate(settings.tls)
     return ServiceFacts(
@@ -169,12 +172,19 @@ def _files(settings: SecuredSettings) -> Iterator[tuple[str, Path]]:
         yield from ((name, path) for name, path in own if path)
 
 
+def _model(settings: SecuredSettings) -> tuple[Path | None, str]:
+    """The directory of the model, and a file that must be there; '' for a service without one."""
+    if isinstance(settings, TokenizerSettings):
+        return settings.model_dir, "tokenizer_config.json"
+    if isinstance(settings, EngineSettings) and settings.backend == "torch":
+        return settings.model_dir, "config.json"
+    return None, ""
+
+
 def _needed(settings: SecuredSettings) -> Iterator[tuple[str, Path]]:
-    if isinstance(settings, TokenizerSettings | EngineSettings) and settings.model_dir != Path():
-        is_tokenizer = isinstance(settings, TokenizerSettings)
-        file = "tokenizer_config.json" if is_tokenizer else "config.json"
-        if is_tokenizer or (isinstance(settings, EngineSettings) and settings.backend == "torch"):
-            yield "model_dir", (settings.model_dir or Path("unset")) / file
+    directory, file = _model(settings)
+    if directory and directory != Path():
+        yield "model_dir", directory / file
     files = (("tls.ca", settings.tls.ca), ("tls.client_ca", settings.tls.client_ca))
     yield from ((name, path) for name, path in files if path)
     if isinstance(settings, RouterSettings):
