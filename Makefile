@@ -54,8 +54,8 @@ every-test:
 conformance: $(INSTALLED_DEV)  ## Run h2spec on every port and gRPC's interop cases; needs H2SPEC, H2SPEC_GRPC, GRPC_INTEROP_CLIENT; FUZZ_SECONDS=600
 	$(BIN)/pytest -v --timeout=0 tests/conformance --fuzz-seconds=$(or $(FUZZ_SECONDS),0)
 
-monitoring-test: $(INSTALLED_DEV)  ## Check dashboards and alerts by Prometheus over a mesh in trouble; needs PROMETHEUS, PROMTOOL
-	$(BIN)/pytest -v tests/deploy/test_monitoring.py tests/deploy/test_monitored_mesh.py
+monitoring-test: $(INSTALLED_DEV)  ## Check dashboards and alerts by Prometheus over a mesh in trouble; needs PROMETHEUS, PROMTOOL; PICTURES=1 draws them
+	PICTURES=$(PICTURES) $(BIN)/pytest -v tests/deploy/test_monitoring.py tests/deploy/test_monitored_mesh.py
 
 compat-clients: $(INSTALLED_DEV)  ## Run grpcio 1.49.1 and newest, grpclib and grpc-js against a stack; installs them below .compat-clients
 	$(BIN)/pytest -v -m clients --timeout=0 tests/compat_clients

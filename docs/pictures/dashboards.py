@@ -24,7 +24,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import (
     EngFormatter,
     Formatter,
-    FuncFormatter,
     PercentFormatter,
     ScalarFormatter,
 )
@@ -91,17 +90,19 @@ def draw(panel: Mapping[str, Any], axes: Axes, source: Source, board: Mapping[st
                 legend = legend.replace(f"{{{{{name}}}}}", Path(value).name)
             top = max((value for _, value in points if isfinite(value)), default=0.0)
             lines.append((top, legend or "all", points))
-    # The highest first, since the legend has not room for all.
-    for _, legend, points in sorted(lines, key=itemgetter(0), reverse=True):
-        ages = [at - source.end for at, _ in points]
-        axes.plot(ages, [value for _, value in points], linewidth=0.9, label=legend)
     highest = max((top for top, _, _ in lines), default=0.0)
     defaults = panel["fieldConfig"]["defaults"]
     unit = defaults["unit"]
     # A long unit at each number would reach into the graph beside.
     said, formatter = UNITS.get(unit, (unit.removeprefix("suffix: "), ScalarFormatter))
-    is_long = unit == "s" and highest > DAY
-    axes.yaxis.set_major_formatter(FuncFormatter(_days) if is_long else formatter())
+    scale = 1.0
+    if unit == "s" and highest > DAY:
+        said, formatter, scale = "days", ScalarFormatter, 1 / DAY
+    axes.yaxis.set_major_formatter(formatter())
+    # The highest first, since the legend has not room for all.
+    for _, legend, points in sorted(lines, key=itemgetter(0), reverse=True):
+        ages = [at - source.end for at, _ in points]
+        axes.plot(ages, [scale * value for _, value in points], linewidth=0.9, label=legend)
     for step in defaults["thresholds"]["steps"][1:]:
         axes.axhline(step["value"], color="crimson", linewidth=0.8, linestyle="--")
     axes.set_title(
@@ -115,8 +116,10 @@ def draw(panel: Mapping[str, Any], axes: Axes, source: Source, board: Mapping[st
     handles, legends = handles[:MOST_LEGENDS], legends[:MOST_LEGENDS]
     rows = -(-len(handles) // 2)
     # From zero, whose lines are seen, with room for the legend.
-    top = (highest or 1) / (0.9 - LEGEND_HEIGHT * rows)
+    top = (scale * highest or 1) / (0.9 - LEGEND_HEIGHT * rows)
     axes.set_ylim(-0.03 * top, top)
+    if not handles:
+        return
     axes.legend(
         handles,
         legends,
@@ -125,10 +128,6 @@ def draw(panel: Mapping[str, Any], axes: Axes, source: Source, board: Mapping[st
         loc="upper left",
         framealpha=0.7,
     )
-
-
-def _days(seconds: float, _: int) -> str:
-    return f"{seconds / DAY:g} days"
 
 
 def picture(board: Mapping[str, Any], source: Source) -> Figure:

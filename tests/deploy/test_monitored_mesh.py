@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import promql_parser
 import pytest
+from deploy.images import ROOT
 from deploy.monitored_mesh import Prometheus, monitored_mesh
 from deploy.monitoring_files import PROMETHEUS, alerts, choices, queries
 from e2e.mesh import eventually
@@ -17,6 +21,8 @@ from e2e.mesh import eventually
 pytestmark = [PROMETHEUS.needed, pytest.mark.slow]
 
 INTERVAL = "10s"
+PICTURES = ROOT / "docs" / "pictures" / "dashboards.py"
+DRAWN_SECONDS = 100
 
 
 def compared(expression: Any) -> Iterator[str]:
@@ -68,3 +74,8 @@ async def test_every_query_returns_data(tmp_path: Path) -> None:
             return bool((await prometheus.ask("query", query=firing))["result"])
 
         await eventually(certificate_fires)
+        if os.environ.get("PICTURES"):
+            await asyncio.sleep(max(0.0, DRAWN_SECONDS + began - time.monotonic()))
+            command = [sys.executable, str(PICTURES), prometheus.url, str(DRAWN_SECONDS)]
+            drawing = await asyncio.create_subprocess_exec(*command)
+            assert await drawing.wait() == 0
