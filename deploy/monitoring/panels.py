@@ -222,8 +222,10 @@ KV = Dashboard("kv", "KV, adapters, handoffs", {
               "Sequences paused since no block was left.")),
     "Adapters": (
         Panel("Items", PER_SECOND, rates("trtmesh_router_adapter_items_total", "adapter")),
-        Panel("Items whose worker had their adapter", SHARE, ratio(
-            "trtmesh_router_adapter_hits_total", "trtmesh_router_adapter_items_total", "adapter")),
+        Panel("Items whose worker had their adapter", SHARE, {
+            # Rates of new series are extrapolated, each by itself.
+            by: f"clamp_max({share}, 1)" for by, share in ratio(
+                "trtmesh_router_adapter_hits_total", "trtmesh_router_adapter_items_total", "adapter").items()}),
         Panel("Time of a delivery", SECONDS, quantiles("trtmesh_router_adapter_delivery_seconds")),
         Panel("Deliveries", PER_SECOND, rates("trtmesh_router_adapter_deliveries_total", "outcome")),
         Panel("Loads and evictions", PER_SECOND, {
