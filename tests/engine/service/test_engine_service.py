@@ -263,8 +263,8 @@ class TestThatCannotStart:
             (("--simulated-timing-stepms", "5"), {}, ("--simulated-timing-stepms", "--help")),
             (
                 (),
-                {"TRTMESH_ENGINE_LOAD_INTERVAL_SECONDS": "0"},
-                ("environment variable TRTMESH_ENGINE_LOAD_INTERVAL_SECONDS", "'0'", "above 0"),
+                {"TRTMESH_ENGINE_MAX_MESSAGE_BYTES": "0"},
+                ("environment variable TRTMESH_ENGINE_MAX_MESSAGE_BYTES", "'0'", "at least 1024"),
             ),
             (
                 (
