@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from chaos.fragile import NAMES, SAMPLED, Fragile, contents, fragile_mesh
-from e2e.mesh import PATIENT, SIMULATED, eventually, scrape
+from chaos.fragile import NAMES, SAMPLED, Fragile, contents, fragile_mesh, log_probs
+from chaos.test_torch_hedging import GUIDED
+from e2e.mesh import DEMO, PATIENT, SIMULATED, eventually, scrape
 from trtmesh.client import ItemResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -19,26 +20,39 @@ POOL = (
     *("--simulated-kv-cache-total-blocks", "200", "--simulated-kv-cache-tokens-per-block", "16"),
     *("--simulated-timing-step-ms-per-sequence", "1"),
 )
-ENGINE = (*SIMULATED, *POOL)
-TOKENS = 600
+TORCH = (
+    *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
+    *("--torch-kv-cache-tokens", "4096", "--load-interval-seconds", "0.02"),
+    *("--torch-drafts", "suffix", "--torch-threads", "1"),
+)
+ENGINES = {"simulated": (*SIMULATED, *POOL), "torch": TORCH}
+TOKENS = {"simulated": 600, "torch": 80}
 PROMPTS = ["def fibonacci(n):" * 12, "class Stack:" * 12]
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"num_return_sequences": 2, "ignore_end_id": True},
     "sampled": {**SAMPLED, "ignore_end_id": True},
+    "guided": {**SAMPLED, **GUIDED},
 }
-CASES = ("rebalance greedy", "rebalance sampled", "drain sampled", "death sampled")
+CASES = {
+    "simulated": ("rebalance greedy", "rebalance sampled", "drain sampled", "death sampled"),
+    "torch": ("drain greedy", "drain sampled", "drain guided"),
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fragile() -> AsyncIterator[Fragile]:
-    async with fragile_mesh(ENGINE, router_flags=PATIENT) as found:
+async def fragile(request: pytest.FixtureRequest) -> AsyncIterator[Fragile]:
+    async with fragile_mesh(ENGINES[request.param], router_flags=PATIENT) as found:
         yield found
 
 
-@pytest.mark.parametrize("case", CASES)
-async def test_all_sequences_go_on_elsewhere(fragile: Fragile, case: str) -> None:
+@pytest.mark.parametrize(
+    ("fragile", "backend", "case"),
+    [(backend, backend, case) for backend, cases in CASES.items() for case in cases],
+    indirect=["fragile"],
+)
+async def test_all_sequences_go_on_elsewhere(fragile: Fragile, backend: str, case: str) -> None:
     verb, kind = case.split()
-    options = {**KINDS[kind], "max_tokens": TOKENS}
+    options = {**KINDS[kind], "max_tokens": TOKENS[backend], "log_probs": backend == "torch"}
     mesh, (first, second) = fragile.mesh, NAMES
     expected: list[ItemResult] = [*await mesh.client.complete(PROMPTS, **options)]
     cause = "rebalance" if verb == "rebalance" else "drain"
@@ -68,6 +82,7 @@ async def test_all_sequences_go_on_elsewhere(fragile: Fragile, case: str) -> Non
         await asyncio.gather(moving, return_exceptions=True)
     found = [*await reader.result()]
     assert contents(found) == contents(expected)
+    assert log_probs(found) == log_probs(expected)
     if verb != "death":
         assert await moved(fragile, cause) >= before + 2
     await mesh.admin.resume_worker(first)

@@ -1,5 +1,5 @@
-"""Engines with a real model freeze while streams with a grammar, an adapter, drafts and log-probabilities run: a second
-copy goes on, and no bit differs from an undisturbed run."""
+"""Engines with a real model freeze while streams with a grammar, an adapter, drafts and log-probabilities run, are
+moved, compared and receipted: a second copy goes on, and no bit differs from an undisturbed run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from chaos.fragile import SAMPLED, Fragile, contents, fragile_mesh, log_probs
+from chaos.test_everything_on import compared
 from chaos.test_hedging import GENEROUS, HEDGED
 from e2e.mesh import DEMO, eventually, scrape
 from trtmesh.chassis.adapter_content import AdapterContent
@@ -31,13 +32,18 @@ GUIDED = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def exact() -> AsyncIterator[Fragile]:
+async def exact(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fragile]:
+    receipts = tmp_path_factory.mktemp("receipts") / "receipts.jsonl"
+    router = (
+        *(*HEDGED, *GENEROUS, "--canary-share", "1", "--defragment", "true"),
+        *("--receipts-file", str(receipts), "--receipts-requests", "true"),
+    )
     flags = (
         *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
         *("--torch-adapters-host-bytes", str(1 << 28), "--torch-drafts", "suffix"),
         *("--load-interval-seconds", "0.02", "--torch-threads", "1"),
     )
-    async with fragile_mesh(flags, router_flags=(*HEDGED, *GENEROUS)) as fragile:
+    async with fragile_mesh(flags, router_flags=router) as fragile:
         content = AdapterContent.read(ADAPTER_DIRECTORY, 1 << 28)
         # Only a worker that holds the adapter takes a copy.
         asked = admin_pb.AddAdapterRequest(name=ADAPTER, pinned=True)
@@ -73,9 +79,15 @@ async def test_second_copy_is_equal_to_the_bit(exact: Fragile, options: dict[str
     assert log_probs(items) == log_probs(whole)
     assert await won(exact) > before
     await exact.mend()
+    await eventually(lambda: compared(exact.mesh))
     await exact.check_nothing_is_left()
     samples = await scrape(exact.mesh.router)
     assert samples["trtmesh_router_hedge_differences_total"] == 0
+    for outcome in ("different", "failed", "inexact"):
+        found = await scrape(exact.mesh.router, outcome=outcome)
+        assert not found.get("trtmesh_router_canary_items_total")
+    identical = await scrape(exact.mesh.router, outcome="identical")
+    assert identical["trtmesh_router_canary_items_total"] > 0
 
 
 async def won(fragile: Fragile) -> float:
