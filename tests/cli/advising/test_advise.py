@@ -193,8 +193,8 @@ def test_mesh_without_items_or_with_several_models_is_refused() -> None:
 def test_router_that_restarted_between_two_looks_is_told() -> None:
     former, metrics = RouterMetrics(), RouterMetrics()
     for one, times in ((former, 9), (metrics, 3)):
-        one.of("m").prompt_tokens.observe(5, times)
-        one.of("m").generated_tokens.observe(5, times)
+        one.models["m"].prompt_tokens.observe(5, times)
+        one.models["m"].generated_tokens.observe(5, times)
     with pytest.raises(SettingsError, match="restarted within 60 s; look again"):
         load_between([page_of(text_of(former))], [page_of(text_of(metrics))], 60, "")
 

@@ -249,8 +249,8 @@ async def test_guided_sequences_sit_out_on_both_sides(kind: str, length: int, ll
         expected = await play_alone(engine, item)
     async with workers(llama, EXACT | options, EXACT | options) as pair:
         for seed, side in enumerate((pair.one, pair.other)):
-            engine = side.backend._loaded.engine
-            engine._masks = SomeLate(engine._masks, seed, 0.7, all_may_be=True)
+            torch_engine = side.backend._loaded.engine
+            torch_engine._masks = SomeLate(torch_engine._masks, seed, 0.7, all_may_be=True)
         for _ in range(3):
             same(await handed_over(pair, item), expected)
         assert pair.one.backend.stats().late_masks or kind == "several"
