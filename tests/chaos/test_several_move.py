@@ -18,8 +18,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 POOL = (
     *("--simulated-kv-cache-total-blocks", "200", "--simulated-kv-cache-tokens-per-block", "16"),
-    *("--simulated-timing-step-ms-per-sequence", "1"),
+    *("--simulated-timing-step-ms-per-sequence", "3"),
 )
+"""Steps long enough that the streams still run once the other worker is ready again and a move would pay."""
 TORCH = (
     *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
     *("--torch-kv-cache-tokens", "4096", "--load-interval-seconds", "0.02"),

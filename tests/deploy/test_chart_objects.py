@@ -222,7 +222,7 @@ POOL = {"name": "cpu"}
         ({"router": {"graceSeconds": 5}}, "minDrainSeconds"),
         ({"router": {"engines": ["vllm://gpu-1:50051"]}}, "networkPolicy.egress"),
         ({"router": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}}, "at least"),
-        ({"tokenizer": {"settings": {"encoding": {"thread": 1}}}}, "thread"),
+        ({"tokenizer": {"settings": {"tool_forma": "json"}}}, "tool_forma"),
         ({"model": {"volume": {"existingClaim": "a", "copy": {"reference": "b"}}}}, "volume"),
         ({"tls": {"certManager": {"enabled": True}}}, "issuer.name is empty"),
         ({"inferencePool": {"enabled": True}}, "endpointPicker.name"),
