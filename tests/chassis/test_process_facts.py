@@ -48,6 +48,18 @@ def test_service_may_open_as_many_files_as_its_hard_limit_says() -> None:
     assert facts.max_open_files() == hard
 
 
+@pytest.mark.parametrize("soft", [256, 65_536])
+def test_infinite_hard_limit_is_no_soft_one(monkeypatch: pytest.MonkeyPatch, soft: int) -> None:
+    """As on macOS."""
+    given = list[tuple[int, int]]()
+    infinite = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, infinite))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    facts.allow_max_open_files()
+    assert given == [(max(soft, facts.OPEN_MAX), infinite)]
+    assert facts.max_open_files() == given[0][0]
+
+
 @pytest.mark.parametrize(("certificates", "is_open"), [("required", False), ("optional", True)])
 def test_required_certificates_close_every_port(certificates: str, *, is_open: bool) -> None:
     file = Path("file.pem")

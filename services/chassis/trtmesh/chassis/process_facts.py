@@ -52,17 +52,22 @@ def process_facts(
     )
 
 
+OPEN_MAX = 10_240
+"""Most files of macOS, which calls its hard limit infinite and refuses to raise the soft one beyond this."""
+
+
 def max_open_files() -> int:
     """Most files that a service may open here, and with them connections."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**32 if hard == resource.RLIM_INFINITY else hard
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft, OPEN_MAX) if hard == resource.RLIM_INFINITY else hard
 
 
 def allow_max_open_files() -> None:
     """Raises the soft limit to the hard one. Shells, systemd and containers start programs with a soft limit of 1,024,
     for the sake of select(2), which nothing here calls."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files(), hard))
 
 
 def granted_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
