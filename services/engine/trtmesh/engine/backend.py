@@ -81,7 +81,6 @@ class BackendInfo:
     """Most sequences that may wait beyond those with a place in the batch."""
     max_prompt_tokens: int | None = None
     """Most tokens of a prompt, where that is less than a sequence may have."""
-    """Most bytes of logits that one item may ask for."""
     static_batching: bool = False
     max_adapter_bytes: int = 0
     """Most bytes of an adapter's content; 0 without support for adapters."""

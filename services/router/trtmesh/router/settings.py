@@ -40,7 +40,7 @@ class RouterSettings(SecuredSettings):
     address a line, read again every 2 s."""
     tokenizers: CommaList = ()
     """Addresses of tokenizers as host:port or file:PATH, likewise. `local` means one in this process, set up by
-    `model_dir` and `encoding` of the section `tokenizer`, in the same file or as variables: it saves the hop."""
+    `model_dir` of the section `tokenizer`, in the same file or as a variable: it saves the hop."""
     models: CommaList = ()
     """Models of the mesh by name, the default one first: requests without a model mean it, and requests of these models
     wait for the first worker, too. Each of several has Triton models of its own, such as NAME_ensemble. Empty means the

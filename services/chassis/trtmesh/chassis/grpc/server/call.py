@@ -65,7 +65,7 @@ HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 
 UNREAD_SECONDS = 120.0
 """Longest time in which a client reads nothing of an answer that was given whole, though it answers PINGs; then the
-stream is reset. Streams of tokens have `client.unread_seconds` of the router."""
+stream is reset. Streams of tokens have a limit of the router's own."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
