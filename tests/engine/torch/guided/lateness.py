@@ -40,6 +40,7 @@ class Held:
     def __init__(self, own: Matcher, event: threading.Event) -> None:
         self._own, self.event = own, event
         self.mask_bytes, self.accept, self.forced = own.mask_bytes, own.accept, own.forced
+        self.automaton = own.automaton
 
     def copy(self) -> Held:
         return Held(self._own.copy(), self.event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -152,6 +153,58 @@ def test_a_mask_that_takes_long_delays_no_other(llama: Path) -> None:
     masks.close()
 
 
+def test_quick_masks_wait_for_no_thread(llama: Path) -> None:
+    """They are made where they are begun, unless another thread works in their automaton."""
+    grammar = grammar_of(llama, "REGEX", "(ab){99}")
+    rows = [row_of(key, Guide(grammar, 0)) for key in range(4)]
+    alone, masks = Guide(grammar, 0), MaskThreads(GuideCounts(), 2)
+    masks.begin_step()
+    none_late(masks, rows)
+    masks.close()
+    for _ in range(8):
+        expected = alone.mask((0, 5))
+        token = int(np.flatnonzero(np.unpackbits(expected, bitorder="little"))[0])
+        for row in rows:
+            assert (row.guide.mask((0, 5)) == expected).all()
+            row.tokens.append(token)
+        alone.catch_up(rows[0].tokens)
+        masks.begin_step()
+        masks.begin(rows)
+        assert all(row.guide.has_mask(row.tokens) for row in rows)
+        assert masks.late(rows) == set()
+    token = int(np.flatnonzero(np.unpackbits(alone.mask((0, 5)), bitorder="little"))[0])
+    rows[0].tokens.append(token)
+    with grammar.start.automaton:
+        masks.begin_step()
+        assert masks.late(rows, alone=False) == {0}
+
+
+def test_a_mask_that_takes_long_after_a_narrow_one_is_the_last_on_this_thread(llama: Path) -> None:
+    class Slow(Held):
+        """Takes long after its first token."""
+
+        def copy(self) -> Slow:
+            return Slow(self._own.copy(), self.event)
+
+        def fill(self, row: Any) -> str:
+            until = time.thread_time() + (2 * FIRST_SECONDS if self.event.is_set() else 0)
+            while time.thread_time() < until:
+                pass
+            return self._own.fill(row)
+
+    event = threading.Event()
+    grammar = Grammar(Slow(grammar_of(llama, "REGEX", "(ab){99}").start, event))
+    guide, tokens = Guide(grammar, 0), list[int]()
+    quick = list[bool]()
+    for step in range(6):
+        quick.append(guide.is_quick(tokens))
+        assert guide.makes(tokens, (0, 5), STEP_SECONDS)
+        row = np.unpackbits(guide.mask((0, 5)), bitorder="little")
+        tokens.append(int(np.flatnonzero(row)[0]))
+        event.set() if step == 2 else event.clear()
+    assert quick == [False, True, True, True, False, False]
+
+
 def eventually_late(masks: MaskThreads, rows: Sequence[Any]) -> set[int]:
     """However slow the machine: the rows whose masks are still not made once the others are."""
     late = masks.late(rows)
@@ -249,7 +302,7 @@ class Ending:
     end_ids, mask_bytes, may_end, problem = (), 8, False, ""
 
     def __init__(self, accepted: int) -> None:
-        self._accepted = accepted
+        self._accepted, self.automaton = accepted, threading.Lock()
 
     def copy(self) -> Ending:
         return Ending(self._accepted)

@@ -39,6 +39,8 @@ with each token, in the steps of all sequences."""
 
 FIRST_SECONDS = 0.001
 """Expected time of the first mask of a sequence: more than most take."""
+NARROW, SAMPLES = 16, 256
+"""A narrow mask has allowed tokens in less than one of so many bytes, of about so many that are looked at."""
 
 Row = NDArray[np.uint8]
 """A bit per id, in ascending order from the lowest bit of each byte."""
@@ -46,6 +48,9 @@ Row = NDArray[np.uint8]
 
 class Matcher(Protocol):
     """A place in a grammar, after any number of tokens."""
+
+    automaton: threading.Lock
+    """Held during the work on one of the places in an automaton, which copies share."""
 
     def copy(self) -> Matcher:
         """The same place, to go on from separately."""
@@ -112,6 +117,10 @@ class Guide:
         self._prompt_tokens = self._next = prompt_tokens
         self._row: Row = np.zeros(self._matcher.mask_bytes, dtype=np.uint8)
         self._has_mask = False
+        self._was_narrow = False
+        """Whether the last mask allowed few tokens."""
+        self._is_steady = True
+        """Whether all masks after such took microseconds."""
         self.seconds = 0.0
         """CPU time so far."""
         self.last_seconds = FIRST_SECONDS
@@ -148,6 +157,20 @@ class Guide:
         self._count(began)
         return found
 
+    @property
+    def automaton(self) -> threading.Lock:
+        return self._matcher.automaton
+
+    def is_quick(self, tokens: SequenceOf[int]) -> bool:
+        """Whether the next mask takes microseconds, as far as one can tell: one that takes long is expected within a
+        text, where the mask before allowed many tokens."""
+        return (
+            self._was_narrow
+            and self._is_steady
+            and self._next + 1 == len(tokens)
+            and not self.automaton.locked()
+        )
+
     def has_mask(self, tokens: SequenceOf[int]) -> bool:
         """Whether the mask of the token after `tokens` is made."""
         return self._has_mask and self._next == len(tokens)
@@ -156,11 +179,12 @@ class Guide:
         """Returns whether the mask is made: not where the tokens added since the last call take more than `seconds`."""
         if self.has_mask(tokens):
             return True
-        began = time.thread_time()
+        began, was_narrow = time.thread_time(), self._was_narrow
         is_made = self._follow(tokens, began + seconds)
         if is_made:
             self._make(end_ids)
         self.last_seconds = self._count(began)
+        self._is_steady &= not was_narrow or self.last_seconds <= FIRST_SECONDS
         return is_made
 
     def _follow(self, tokens: SequenceOf[int], until: float) -> bool:
@@ -187,6 +211,8 @@ class Guide:
         else:
             for token in end_ids:
                 row[token >> 3] &= 0xFF ^ (1 << (token & 7))
+        seen = row[:: max(1, len(row) // SAMPLES)]
+        self._was_narrow = int(np.count_nonzero(seen)) * NARROW < len(seen)
         self._has_mask = True
 
     def _fail(self, problem: str) -> None:

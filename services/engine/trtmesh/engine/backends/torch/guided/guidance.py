@@ -32,7 +32,7 @@ RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
 """The beginning of a rule in Lark's notation, within the attributes."""
 TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
 CAPTURE = re.compile(RULE + r"capture\b", re.MULTILINE)
-SLICE = r'[^"\\\x00-\x1F\x7F]{1,20}'
+SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (8, 15, 20, 25)]
 """Tokens that the library allows at once where the rest of a string may be so long, beside its own lengths, 10 and 30:
 a string near its limit takes it through the vocabulary, which is a hundred times as long."""
 JSON_TYPES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA, pb.GUIDE_TYPE_STRUCTURAL_TAG)
@@ -53,11 +53,11 @@ class GuidanceMatcher:
         self.own = own
         self.end_ids = end_ids
         self._vocabulary_size = vocabulary_size
-        self._automaton = automaton or threading.Lock()
+        self.automaton = automaton or threading.Lock()
 
     def copy(self) -> GuidanceMatcher:
         own = self.own.deep_copy()
-        return GuidanceMatcher(own, self.end_ids, self._vocabulary_size, self._automaton)
+        return GuidanceMatcher(own, self.end_ids, self._vocabulary_size, self.automaton)
 
     @property
     def mask_bytes(self) -> int:
@@ -65,15 +65,15 @@ class GuidanceMatcher:
         return -(-self._vocabulary_size // 32) * 4
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        with self._automaton:
+        with self.automaton:
             return self.own.try_consume_tokens(list(token_ids))
 
     def forced(self) -> Sequence[int]:
-        with self._automaton:
+        with self.automaton:
             return self.own.compute_ff_tokens()
 
     def fill(self, row: Row) -> str:
-        with self._automaton:
+        with self.automaton:
             self.own.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for token in self.end_ids:
             row[token >> 3] &= 0xFF ^ (1 << (token & 7))
@@ -81,7 +81,7 @@ class GuidanceMatcher:
 
     @property
     def may_end(self) -> bool:
-        with self._automaton:
+        with self.automaton:
             return self.own.is_accepting()
 
     @property
@@ -229,7 +229,7 @@ def compiler_for(
             text,
             n_vocab=vocabulary_size,
             eos_token=list(end_ids) or None,
-            slices=[*LLTokenizer.json_slices(), SLICE],
+            slices=[*LLTokenizer.json_slices(), *SLICES],
         )
     except (OSError, ValueError) as error:
         log.warning("guided decoding is refused, since llguidance cannot use %s: %s", file, error)

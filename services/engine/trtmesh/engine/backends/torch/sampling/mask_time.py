@@ -6,7 +6,7 @@ sits out: it has no token with this step, and the next step computes it again.
 `MaskTime` makes masks on the engine's thread, those expected to take least first, for `STEP_SECONDS` a step. Each step
 without a mask that took longer than expected makes that of the row that sat out most steps, however long it takes. So
 others wait in a step for its time and that of one such mask. `MaskThreads` makes them while a device computes the
-step: a mask that takes long delays no row but its own.
+step, those that may take long on threads: such a mask delays no row but its own.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class MaskTime:
 
 
 class MaskThreads:
-    """Implements Masks beside the engine's thread. Masks expected to take long have threads of their own, so that they
-    delay no others however many they are."""
+    """Implements Masks. Masks that take microseconds are made by the engine's thread, as it would take longer to wake
+    another. Masks expected to take long have threads of their own, so that they delay no others however many they
+    are."""
 
     def __init__(self, counts: GuideCounts, threads: int) -> None:
         self.counts = counts
@@ -119,7 +120,20 @@ class MaskThreads:
             self._open = 0
 
     def begin(self, guided: Iterable[Continuation]) -> None:
-        jobs = [job for job in map(_Job, guided) if job.is_open]
+        mine, others = list[_Job](), list[_Job]()
+        for sequence in guided:
+            guide, tokens = _guide(sequence), sequence.tokens
+            if not guide.is_busy and not guide.has_mask(tokens):
+                (mine if guide.is_quick(tokens) else others).append(_Job(sequence))
+        # The masks of an automaton are made one after another.
+        automata = {id(job.guide.automaton) for job in mine}
+        self._leave([job for job in others if id(job.guide.automaton) not in automata])
+        for job in mine:
+            self._make(job)
+        self._leave([job for job in others if id(job.guide.automaton) in automata])
+
+    def _leave(self, jobs: Sequence[_Job]) -> None:
+        """Leaves masks to the threads."""
         if not jobs:
             return
         for job in jobs:
@@ -137,14 +151,17 @@ class MaskThreads:
     def late(self, guided: Iterable[Continuation], *, alone: bool = True) -> set[int]:
         guided = list(guided)
         self.begin(guided)
-        guides = {sequence.key: _guide(sequence) for sequence in guided}
+        guides = {each.key: guide for each in guided if (guide := _guide(each)).is_busy}
+        if not guides:
+            return set()
+        alone = alone and len(guides) == len(guided)
         with self._made:
             before = 0
             while self._open not in (0, before) and time.perf_counter() < self._deadline:
                 before = self._open
                 self._made.wait(max(LEAST_GAP, GAP_OF_STEP * self._step_seconds))
             self._any_will_do = alone
-            while alone and guides and all(guide.is_busy for guide in guides.values()):
+            while alone and all(guide.is_busy for guide in guides.values()):
                 self._made.wait()
             self._any_will_do = False
         return {key for key, guide in guides.items() if guide.is_busy}
@@ -208,11 +225,6 @@ class _Job:
         self.step = 0
         """The step that awaits the mask; 0 for none."""
         self._seconds, self._problem = self.guide.seconds, self.guide.problem
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the mask is neither made nor being made."""
-        return not self.guide.is_busy and not self.guide.has_mask(self.sequence.tokens)
 
     def goes_on(self) -> bool:
         """Works for up to STEP_SECONDS before the mask, and on the mask. Returns whether it is made."""
