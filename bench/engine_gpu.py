@@ -8,7 +8,8 @@ the KV of a step, at the rate of a copy, over the time of the step.
 `uneven`: 31 sequences of 160 tokens beside one of 8,000, and 32 with as many tokens together.
 `traffic`: tokens a second of what people send over those of greedy text in the same run, by rows and mixture: sampling,
 penalties, log-probabilities, adapters; `batch_invariant` over the same without, also in milliseconds of lone prompts;
-and milliseconds to the first token (p50) of prompts of 128 tokens at once, through the Backend and a mesh.
+and milliseconds to the first token (p50) of prompts of 128 tokens at once, through the Backend and a mesh, there as
+requests of their own and as one request.
 `families`: tokens a second of 32 sequences by families of transformers, their share of a copy, and how steps run.
 `peers`: transformers' `generate` with a static batch, and its continuous batching, without and with CUDA graphs.
 `mesh`: clients, router, tokenizer and engine as processes, over the Backend alone; and the time to the first token of
@@ -440,10 +441,9 @@ class Bench:
             if "traffic" in self.arguments.parts:
                 at_once = self._traffic_rows(AT_ONCE)
                 for prompts in self.cells_in_time(f"{name} mesh at once", at_once):
-                    yield (
-                        f"first_token_p50_ms_of_{prompts}",
-                        _at_once_milliseconds(address, prompts),
-                    )
+                    of = f"first_token_p50_ms_of_{prompts}"
+                    yield of, _at_once_milliseconds(address, prompts)
+                    yield f"{of}_in_one_request", _at_once_milliseconds(address, prompts, prompts)
             if "mesh" not in self.arguments.parts:
                 return
             yield "first_token_p50_ms", _lone_milliseconds(address)
@@ -492,13 +492,16 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def _asked(address: str, texts: Sequence[str], tokens: int, at_once: int = 0) -> list[Answer]:
-    """The answers to the texts, all at once by processes of `trtmesh bench`, or so many. Raises SystemExit unless every
-    token comes."""
-    plans = [
-        Plan((Prompt(number, text, max_tokens=tokens, ignore_end_id=True),))
+def _asked(
+    address: str, texts: Sequence[str], tokens: int, at_once: int = 0, batch: int = 1
+) -> list[Answer]:
+    """The answers to the texts, `batch` a request, all at once by processes of `trtmesh bench`, or so many. Raises
+    SystemExit unless every token comes."""
+    prompts = [
+        Prompt(number, text, max_tokens=tokens, ignore_end_id=True)
         for number, text in enumerate(texts)
     ]
+    plans = [Plan(tuple(prompts[first : first + batch])) for first in range(0, len(prompts), batch)]
     job = Job(Connecting(Url("grpc", (address,))), chains_of(plans), at_once or len(plans))
     answers: list[Answer] = []
 
@@ -531,9 +534,12 @@ def _lone_milliseconds(address: str) -> float:
     return round(statistics.median(ms for each in answers[1:] for ms in first_token_ms(each)), 2)
 
 
-def _at_once_milliseconds(address: str, prompts: int) -> float:
+def _at_once_milliseconds(address: str, prompts: int, batch: int = 1) -> float:
     """To the first token, the median of all in some runs after one that warms up."""
-    runs = [_together(_asked(address, _texts(prompts, run), 1)) for run in range(AT_ONCE_RUNS + 1)]
+    runs = [
+        _together(_asked(address, _texts(prompts, run), 1, batch=batch))
+        for run in range(AT_ONCE_RUNS + 1)
+    ]
     seconds = [each for run in runs[1:] for each in run.first_tokens_seconds]
     return round(1000 * statistics.median(seconds), 2)
 
