@@ -15,6 +15,7 @@ from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_adapter
 from trtmesh.cli.lazy import LazyCommand, LazyGroup
 from trtmesh.cli.output import say_error
+from trtmesh.cli.plain_help import CommandGroup
 from trtmesh.cli.session import USAGE
 from trtmesh.cli.tables import (
     adapter_versions_table,
@@ -37,7 +38,7 @@ class AdapterCommands(LazyGroup):
     )
 
 
-adapters = typer.Typer(
+adapters = CommandGroup(
     name="adapters",
     cls=AdapterCommands,
     help="The LoRA adapters of a router.",

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from trtmesh.cli.lazy import LazyCommand, LazyGroup
-from typer.core import TyperCommand
+from trtmesh.cli.plain_help import CommandGroup, PlainCommand
 
 SERVE, USE, OPERATE, PREPARE = "Serve", "Use", "Operate a router", "Prepare"
 
@@ -33,7 +33,7 @@ MEANT = {
 """Commands of other servers, and their counterparts here."""
 
 
-class StackCommand(TyperCommand):
+class StackCommand(PlainCommand):
     """A command of a stack, with its settings as options. Takes a lone directory for a forgotten --model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -144,25 +144,17 @@ class Commands(LazyGroup):
             ctx.fail(f"No such command {args[0]!r}; did you mean `trtmesh {meant}`?")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the commands by panel, as plain text: to import rich takes as long as all else of `--help`."""
-        for panel in (SERVE, USE, OPERATE, PREPARE):
-            rows = [(each.name, each.help) for each in self.lazy if each.rich_help_panel == panel]
-            with formatter.section(panel):
-                formatter.write_dl(rows)
-
     def _meant(self, name: str) -> str:
         from difflib import get_close_matches
 
         return MEANT.get(name) or next(iter(get_close_matches(name, self.commands, n=1)), "")
 
 
-app = typer.Typer(
+app = CommandGroup(
     name="trtmesh",
     cls=Commands,
     epilog=EXAMPLES,
     no_args_is_help=True,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 

@@ -12,12 +12,13 @@ from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.coming_back import followed
 from trtmesh.cli.completion import complete_policy, complete_worker
 from trtmesh.cli.output import local_time, say, say_error
+from trtmesh.cli.plain_help import CommandGroup
 from trtmesh.cli.session import FAILED, OK, USAGE
 from trtmesh.cli.tables import moves_table, role_word, tokenizers_table, worker_state, workers_table
 from trtmesh.v1 import router_admin_pb2 as pb
 
-policy = typer.Typer(name="policy", help="The placement policy of a router.", no_args_is_help=True)
-workers = typer.Typer(name="workers", help="The workers of a router.", no_args_is_help=True)
+policy = CommandGroup(name="policy", help="The placement policy of a router.", no_args_is_help=True)
+workers = CommandGroup(name="workers", help="The workers of a router.", no_args_is_help=True)
 
 MOST_SECONDS = 4_000_000
 

@@ -19,6 +19,7 @@ from trtmesh.chassis.bearer import ApiKey
 from trtmesh.chassis.errors import SettingsError, StartupError
 from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import put, say, say_error
+from trtmesh.cli.plain_help import CommandGroup
 from trtmesh.cli.session import FAILED
 from trtmesh.cli.tables import add_row, new_table, print_tables
 from trtmesh.router.callers.key_file import (
@@ -31,7 +32,7 @@ from trtmesh.router.callers.key_file import (
 )
 from trtmesh.router.callers.limits import RateLimit
 
-keys = typer.Typer(name="keys", help="The file of API keys of routers.", no_args_is_help=True)
+keys = CommandGroup(name="keys", help="The file of API keys of routers.", no_args_is_help=True)
 
 SHORTEST_KEY = 20
 """Least characters of an existing key: the file has fast digests, so a short key could be guessed."""

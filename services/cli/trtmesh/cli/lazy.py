@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from trtmesh.cli.plain_help import CommandGroup, PlainCommand, PlainGroup
+from typer.core import TyperCommand
 from typer.main import get_group
 
 
@@ -18,7 +19,7 @@ class LazyCommand(TyperCommand):
         source: str,
         help_text: str,
         panel: str | None = None,
-        kind: type[TyperCommand] | None = None,
+        kind: type[TyperCommand] = PlainCommand,
     ) -> None:
         """Takes a function or a `typer.Typer` as module:name, and the first paragraph of its help."""
         self.module, self._attribute = source.split(":")
@@ -33,7 +34,7 @@ class LazyCommand(TyperCommand):
             found = getattr(import_module(self.module), self._attribute)
         except KeyboardInterrupt:
             raise SystemExit(130) from None
-        alone = typer.Typer()
+        alone = CommandGroup()
         if isinstance(found, typer.Typer):
             alone.add_typer(found)
         else:
@@ -45,7 +46,7 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(*args, **named)
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(PlainGroup):
     """A group with `lazy` commands after its other ones."""
 
     lazy: ClassVar[tuple[LazyCommand, ...]]

@@ -8,11 +8,12 @@ import sys
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 from trtmesh.chassis.quoting import escaped
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 KEPT = "\n\t\u00a0\u202f\u3000\u200c\u200d"
 """What no terminal obeys, though it does not print as a character: line ends, spaces, and joiners within a word."""
@@ -72,6 +73,8 @@ def put_json(value: Any) -> None:
 
 def as_fields(message: Message) -> dict[str, Any]:
     """A message as a JSON object: the field names of the protos, unset fields too, 64-bit numbers as texts."""
+    from google.protobuf.json_format import MessageToDict
+
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

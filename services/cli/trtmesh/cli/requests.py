@@ -9,11 +9,14 @@ from rich.table import Table
 from trtmesh.chassis.errors import NotFound
 from trtmesh.cli.admin_command import Context, admin_command
 from trtmesh.cli.completion import complete_request_id
+from trtmesh.cli.plain_help import CommandGroup
 from trtmesh.cli.session import OK
 from trtmesh.cli.tables import candidates_table, items_table, requests_table, short_version
 from trtmesh.v1 import router_admin_pb2 as pb
 
-requests = typer.Typer(name="requests", help="The live requests of a router.", no_args_is_help=True)
+requests = CommandGroup(
+    name="requests", help="The live requests of a router.", no_args_is_help=True
+)
 
 RequestArgument = Annotated[
     str, typer.Argument(help="Name of the request.", autocompletion=complete_request_id)

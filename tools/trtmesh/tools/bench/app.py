@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import typer
 from trtmesh.cli.lazy import LazyCommand, LazyGroup
+from trtmesh.cli.plain_help import CommandGroup
 
 
 class BenchCommands(LazyGroup):
@@ -44,7 +44,7 @@ class BenchCommands(LazyGroup):
     )
 
 
-bench = typer.Typer(
+bench = CommandGroup(
     name="bench",
     cls=BenchCommands,
     help="Measure a server, compare two runs, and prove that no byte was lost.",

@@ -16,6 +16,7 @@ from trtmesh.chassis.errors import InvalidRequest, Unauthenticated
 from trtmesh.chassis.tls.client import ClientTls
 from trtmesh.cli.option_groups import grouped, option
 from trtmesh.cli.output import say_equal, say_error
+from trtmesh.cli.plain_help import CommandGroup
 from trtmesh.cli.prompts import PROMPTS_HELP, LinesOption, read_prompts
 from trtmesh.cli.session import (
     API_KEY_HINT,
@@ -38,7 +39,7 @@ from trtmesh.tools.triton.requests import Inputs, Prompt, TableId, TritonModel
 from trtmesh.tools.triton.results import Results
 from trtmesh.tools.triton.values import read_array, read_ids, read_input
 
-triton = typer.Typer(name="triton", help="Client of Triton models.", no_args_is_help=True)
+triton = CommandGroup(name="triton", help="Client of Triton models.", no_args_is_help=True)
 
 
 @triton.callback()
