@@ -43,9 +43,9 @@ from _models import LETTERS, SHAPES, build, quick_folder, save_tokenizer
 from _stack import stack
 from _traffic import ADAPTED, CHOICES, RANKS, SLOTS, Mixture
 from trtmesh.chassis.errors import StartupError, TrtmeshError
-from trtmesh.tools.bench.driver import chains_of
+from trtmesh.tools.bench.driver import Job, chains_of
 from trtmesh.tools.bench.measures import first_token_ms
-from trtmesh.tools.bench.processes import Job, sending
+from trtmesh.tools.bench.processes import sending
 from trtmesh.tools.bench.record import Answer, Plan, Prompt
 from trtmesh.tools.bench.targets.target import Connecting, Url
 
@@ -502,11 +502,12 @@ def _asked(
         for number, text in enumerate(texts)
     ]
     plans = [Plan(tuple(prompts[first : first + batch])) for first in range(0, len(prompts), batch)]
-    job = Job(Connecting(Url("grpc", (address,))), chains_of(plans), at_once or len(plans))
+    job = Job(chains_of(plans), at_once or len(plans))
+    mesh, processes = Connecting(Url("grpc", (address,))), min(CLIENTS, job.most_open)
     answers: list[Answer] = []
 
     async def send() -> None:
-        async with sending(job, min(CLIENTS, job.most_open), answers.append) as sender:
+        async with sending(mesh, 1, job, processes, answers.append) as sender:
             await sender.send()
 
     try:

@@ -87,6 +87,10 @@ class Play:
     def script(self, prompt: str) -> Script:
         return self._scripts(prompt)
 
+    def sends(self, prompt: str) -> None:
+        """A message beside the chunks."""
+        self._travelling.add(prompt)
+
     async def chunks(self, prompt: str, script: Script) -> AsyncIterator[Chunk]:
         """Each chunk at its time; then waits for the end. Time stands still unless the server waits here: the request
         is under way until then, and the end until the client has returned."""
@@ -249,7 +253,7 @@ class KserveServer:
 
 
 class HttpServer:
-    """generate_stream and OpenAI's completions."""
+    """generate_stream, and OpenAI's completions and chats."""
 
     def __init__(self, play: Play) -> None:
         self._play = play
@@ -258,11 +262,17 @@ class HttpServer:
         app = web.Application()
         app.router.add_post("/v2/models/ensemble/generate_stream", self.generate)
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/v1/chat/completions", self.complete)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.about)
         app.router.add_get("/v2", self.about)
         return app
 
     async def about(self, request: web.Request) -> web.Response:
         return web.json_response({"name": "scripted", "version": "1"})
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "demo", "object": "model"}]})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -274,25 +284,35 @@ class HttpServer:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        is_chat = "messages" in body
+        prompt = str(body["messages"][-1]["content"] if is_chat else body["prompt"])
         script_tokens = 0
+
+        def choice(text: str, reason: str | None = None) -> Mapping[str, Any]:
+            content = {"delta": {"content": text}} if is_chat else {"text": text}
+            return {"choices": [{"index": 0, **content, "finish_reason": reason}]}
 
         def message(chunk: Chunk) -> Mapping[str, Any]:
             nonlocal script_tokens
             script_tokens += len(chunk.ids)
-            return {"choices": [{"index": 0, "text": chunk.text, "finish_reason": None}]}
+            return choice(chunk.text)
 
         def end() -> Sequence[str]:
-            usage = {"prompt_tokens": 3, "completion_tokens": script_tokens}
-            is_over = self._play.script(body["prompt"]).fault is Fault.CANCELLED
-            reason = "cancelled" if is_over else "length"
-            choice = {"index": 0, "text": "", "finish_reason": reason}
-            told = [] if body["prompt"].startswith(UNCOUNTED) else [{"choices": [], "usage": usage}]
-            return (*map(json.dumps, [{"choices": [choice]}, *told]), "[DONE]")
+            usage = {
+                "prompt_tokens": 3,
+                "completion_tokens": script_tokens,
+                "total_tokens": 3 + script_tokens,
+            }
+            is_over = self._play.script(prompt).fault is Fault.CANCELLED
+            told = [] if prompt.startswith(UNCOUNTED) else [{"choices": [], "usage": usage}]
+            last = choice("", "cancelled" if is_over else "length")
+            return (*map(json.dumps, [last, *told]), "[DONE]")
 
-        return await self._answer(request, body["prompt"], message, end)
+        role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        return await self._answer(request, prompt, message, end, role if is_chat else None)
 
     async def _answer(
-        self, request: web.Request, prompt: str, message: Any, end: Any
+        self, request: web.Request, prompt: str, message: Any, end: Any, role: Any = None
     ) -> web.StreamResponse:
         script = self._play.script(prompt)
         if script.fault is Fault.REFUSE:
@@ -301,7 +321,12 @@ class HttpServer:
             later = {"Retry-After": "9"}
             return web.json_response({"error": "too often"}, status=429, headers=later)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        # The headers come with the first event, as those of a request that waits in a queue.
+        if role:
+            # A chat begins with a role, at once: no token, which no client may count as one.
+            self._play.sends(prompt)
+            await response.prepare(request)
+            await response.write(f"data: {json.dumps(role)}\n\n".encode())
+        # Other headers come with the first event, as those of a request that waits in a queue.
         async for chunk in self._play.chunks(prompt, script):
             if not response.prepared:
                 await response.prepare(request)
@@ -324,15 +349,14 @@ class HttpServer:
         return response
 
 
-PROTOCOLS = ("grpc", "triton", "triton+http", "openai")
+PROTOCOLS = ("grpc", "triton", "triton+http", "openai", "openai chat")
 UNCOUNTED = "uncounted"
 """Begins a prompt whose tokens the OpenAI server does not tell."""
 
 
 @asynccontextmanager
-async def serving(protocol: str, scripts: Scripts, travelling: Travelling) -> AsyncIterator[Url]:
-    """Serves the scripts by a protocol."""
-    play = Play(scripts, travelling)
+async def serving(protocol: str, play: Play) -> AsyncIterator[Url]:
+    """Serves a play by a protocol."""
     if protocol in ("grpc", "triton"):
         server = grpc.aio.server()
         if protocol == "grpc":
@@ -353,7 +377,7 @@ async def serving(protocol: str, scripts: Scripts, travelling: Travelling) -> As
     try:
         host, port = runner.addresses[0][:2]
         path = "/v1/completions" if protocol == "openai" else ""
-        yield Url(protocol, (f"{host}:{port}",), path)
+        yield Url(protocol.removesuffix(" chat"), (f"{host}:{port}",), path)
     finally:
         with contextlib.suppress(asyncio.CancelledError):
             await runner.cleanup()

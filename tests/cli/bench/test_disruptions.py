@@ -24,7 +24,6 @@ from trtmesh.tools.bench.run_file import read_runs
 from trtmesh.tools.bench.stack_processes import (
     StackProcess,
     frozen,
-    kill,
     processes_of,
     stack_of,
 )
@@ -102,18 +101,15 @@ def test_only_services_of_the_stack_are_signalled(found: RunningStack) -> None:
     imitation = ["sh", "-c", "sleep 60", "-m", "trtmesh.engine"]
     with subprocess.Popen(imitation) as other:
         try:
-            alien = StackProcess(other.pid, "engine", "engine")
+            alien = StackProcess(psutil.Process(other.pid), "engine", "engine")
             assert alien not in processes_of(found)
-            with pytest.raises(ProcessLookupError):
-                kill(alien, found)
-            with pytest.raises(ProcessLookupError), frozen(alien, found):
-                pass
-            own = RunningStack(pid=os.getpid())
-            assert other.poll() is None
-            kill(alien, own)
+            # One of this process it is.
+            assert alien in processes_of(RunningStack(pid=os.getpid()))
+            alien.process.kill()
             assert other.wait() == -signal.SIGKILL
-            with pytest.raises(ProcessLookupError):
-                kill(alien, own)
+            with pytest.raises(psutil.NoSuchProcess), frozen(alien.process):
+                pass
+            assert processes_of(RunningStack(pid=other.pid)) == []
         finally:
             other.kill()
 
@@ -134,7 +130,7 @@ async def disturbed(stack: RunningStack, *texts: str) -> AsyncIterator[Faults]:
 
 
 def is_stopped(process: StackProcess) -> bool:
-    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    return bool(process.process.status() == psutil.STATUS_STOPPED)
 
 
 async def until_stopped(process: StackProcess) -> None:
@@ -177,12 +173,6 @@ def test_serve_compares_with_the_undisturbed_run(stack: Stack, tmp_path: Path) -
     assert disturbed_run.end is not None
     assert calm.end.disruptions == ()
     assert [each.kind for each in disturbed_run.end.disruptions] == ["kill"]
-    again = trtmesh(
-        *asked, *load, "--baseline", str(record), "--disrupt", "freeze:tokenizer@0+0.1s", env=place
-    )
-    assert again.returncode == 0, again.stderr
-    assert "12 of 12 streams" in again.stdout
-    assert "freeze tokenizer at 0.0 s" in again.stdout
 
 
 async def test_frozen_process_runs_again(found: RunningStack) -> None:
@@ -194,7 +184,17 @@ async def test_frozen_process_runs_again(found: RunningStack) -> None:
     assert [(each.target, each.error) for each in faults.made] == [("tokenizer", "")]
 
 
+async def until_ready(found: RunningStack) -> None:
+    """After a fault that outlived its run."""
+    async with AdminClient(found.admin) as admin:
+        states: list[int] = []
+        while states != [WORKER_STATE_READY] * len(ENGINES):
+            states = [each.state for each in (await admin.list_workers()).workers]
+            await asyncio.sleep(0.05)
+
+
 async def test_drained_and_changed_workers_are_as_before(found: RunningStack) -> None:
+    await until_ready(found)
     async with (
         AdminClient(found.admin) as admin,
         disturbed(found, "drain:engine-0@0+0.5s", "role:engine-1=decode@0+0.5s") as faults,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 
@@ -33,17 +34,17 @@ def test_the_view_counts_what_ended() -> None:
     )
 
 
-def test_a_pipe_gets_lines_until_the_end(
+async def test_a_pipe_gets_lines_until_the_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "FIRST_LINE_S", 0.001)
     seen, deadline = "", time.monotonic() + PATIENCE_SECONDS
-    with live_view(HEADER.load, 3) as tell:
+    async with live_view(HEADER.load, 3) as tell:
         tell(HEADER)
         tell(answer(0, (1.0,)))
         while "1 of 3 ended" not in seen and time.monotonic() < deadline:
             seen += capfd.readouterr().err
-            time.sleep(0.01)
+            await asyncio.sleep(0.01)
     assert "closed, 4 at a time: 0 s, 1 of 3 ended, 0 not ok" in seen
     capfd.readouterr()
     assert capfd.readouterr() == ("", "")

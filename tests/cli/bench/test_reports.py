@@ -199,11 +199,13 @@ def test_compare_pairs_the_loads_of_sweeps(tmp_path: Path) -> None:
     a = recorded(tmp_path / "a.jsonl", [first, second])
     b = recorded(tmp_path / "b.jsonl", [second])
 
-    ended = trtmesh("bench", "compare", a, b, "--json")
+    ended = trtmesh("bench", "compare", a, b)
 
-    (found,) = map(json.loads, ended.stdout.splitlines())
-    assert (ended.returncode, found["load"]) == (0, "closed, 16 at a time, disrupted")
-    assert (found["pairs"], found["failed_a"], found["identical"]) == (201, 1, 200)
+    assert ended.returncode == 0
+    assert ended.stdout.startswith(
+        "closed, 16 at a time, disrupted: 201 prompts in both; 0 only in A, 0 only in B;"
+        " not ok: 1 in A, 1 in B; identical: 200 of 200 (100.0%)"
+    )
     assert "only A has a run of closed, 4 at a time" in ended.stderr
 
 

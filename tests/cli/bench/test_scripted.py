@@ -14,12 +14,13 @@ from cli.bench.scripted_servers import (
     UNCOUNTED,
     Chunk,
     Fault,
+    Play,
     Script,
     Scripts,
     serving,
 )
 from cli.bench.virtual import SeenTarget, Travelling, run
-from trtmesh.tools.bench.driver import Driver, chains_of
+from trtmesh.tools.bench.driver import Driver, Job, answers_of, chains_of
 from trtmesh.tools.bench.loads import planned
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Load, Plan, Prompt
 from trtmesh.tools.bench.slo import is_good, parse_slos
@@ -64,14 +65,14 @@ def measured(
     async def main(travelling: Travelling) -> None:
         travelling.begin(CONNECTING)
         async with (
-            serving(protocol, scripts, travelling) as url,
+            serving(protocol, Play(scripts, travelling)) as url,
             opened(Connecting(url, model="ensemble"), 1) as targets,
         ):
             travelling.end(CONNECTING)
             seen = [SeenTarget(target, travelling) for target in targets]
-            driver = Driver(seen, answers.append, timeout_s=timeout_s)
             timed = chains_of(planned(plans, load, 0))
-            await driver.send(timed, load.concurrency or 1000, duration_s)
+            job = Job(timed, load.concurrency or 1000, duration_s, timeout_s)
+            await Driver(seen, job, answers.append).send()
 
     run(main)
     found = {answer.index: answer for answer in answers}
@@ -225,13 +226,11 @@ def test_end_of_the_duration_cancels_what_is_left(protocol: str) -> None:
 
 def test_server_that_left_fails_every_request() -> None:
     async def main(travelling: Travelling) -> list[Answer]:
-        answers: list[Answer] = []
-        async with serving("grpc", script_of, travelling) as url:
+        async with serving("grpc", Play(script_of, travelling)) as url:
             pass
         async with opened(Connecting(url), 1) as targets:
-            driver = Driver([SeenTarget(each, travelling) for each in targets], answers.append)
-            await driver.send(chains_of(prompts(6)), 2)
-        return answers
+            seen = [SeenTarget(each, travelling) for each in targets]
+            return await answers_of(seen, Job(chains_of(prompts(6)), 2))
 
     answers = run(main)
     assert [answer.outcome for answer in answers] == [AnswerOutcome.ERROR] * 6
@@ -265,11 +264,11 @@ def test_failed_turn_ends_its_session() -> None:
 async def test_cancelled_sending_has_an_answer_for_each_request() -> None:
     travelling, answers = Travelling(), list[Answer]()
     async with (
-        serving("grpc", lambda _: Script((), 1e6, Fault.HANG), travelling) as url,
+        serving("grpc", Play(lambda _: Script((), 1e6, Fault.HANG), travelling)) as url,
         opened(Connecting(url), 1) as targets,
     ):
-        driver = Driver(targets, answers.append)
-        sending = asyncio.create_task(driver.send(chains_of(prompts(5)), 3))
+        driver = Driver(targets, Job(chains_of(prompts(5)), 3), answers.append)
+        sending = asyncio.create_task(driver.send())
         while driver.sent < 3:  # noqa: ASYNC110 - it is counted, not told
             await asyncio.sleep(0.01)
         sending.cancel()

@@ -60,7 +60,7 @@ async def serving(*answers: web.Response) -> AsyncIterator[tuple[str, asyncio.Se
 
 
 def test_metrics_are_summed_over_their_labels() -> None:
-    seen = parsed("here", 1.5, TEXT)
+    seen = parsed("here", 1.5, TEXT.decode())
 
     assert seen == MetricsSample(
         1.5,

@@ -1,4 +1,5 @@
-"""Groups of options: a dataclass as a parameter of a command stands for an option per field."""
+"""Groups of options: a dataclass as a parameter of a command stands for an option per field. `PANEL`, a class variable,
+is the help title of a whole group."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def _options(parameter: Parameter) -> Iterator[Parameter]:
         yield parameter.replace(kind=Parameter.KEYWORD_ONLY)
         return
     for each, kind in _fields(group):
-        shown = each.metadata.get(OPTION)
+        if shown := each.metadata.get(OPTION):
+            shown.rich_help_panel = shown.rich_help_panel or getattr(group, "PANEL", None)
         annotation = Annotated[kind, shown] if shown else kind
         yield from _options(
             Parameter(

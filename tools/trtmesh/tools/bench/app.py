@@ -50,8 +50,3 @@ bench = CommandGroup(
     help="Measure a server, compare two runs, and prove that no byte was lost.",
     no_args_is_help=True,
 )
-
-
-@bench.callback()
-def _group() -> None:
-    """Measure a server, compare two runs, and prove that no byte was lost."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 import typer
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.extras import check_extras
@@ -22,8 +21,6 @@ def compare(
         float,
         typer.Option(min=0.0, help="Share by which a figure may be worse: 0.05 is 5 %."),
     ] = 0.05,
-    *,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per load.")] = False,
 ) -> None:
     """Compare the runs of B with those of A, prompt by prompt, by ratios with intervals.
 
@@ -32,10 +29,10 @@ def compare(
 
     Exit status: 0 no regression, 1 a figure is worse beyond the threshold, 2 the runs cannot be compared.
     """
-    run(_compare(a, b, threshold, json=json))
+    run(_compare(a, b, threshold))
 
 
-async def _compare(a: Path, b: Path, threshold: float, *, json: bool) -> int:
+async def _compare(a: Path, b: Path, threshold: float) -> int:
     check_extras(["bench"])
     # Needs numpy.
     from trtmesh.cli.tables import print_tables
@@ -46,11 +43,8 @@ async def _compare(a: Path, b: Path, threshold: float, *, json: bool) -> int:
     status = OK
     for one, other in _paired(read_runs(a), read_runs(b)):
         found = compared(one, other, threshold)
-        if json:
-            put(orjson.dumps(found).decode())
-        else:
-            put(comparison_line(found))
-            print_tables(comparison_table(found.ratios))
+        put(comparison_line(found))
+        print_tables(comparison_table(found.ratios))
         if found.is_regression:
             status = FAILED
     return status

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -84,31 +84,12 @@ class Comparison:
 Pair = tuple[Answer, Answer]
 
 JUDGED: Sequence[Measure] = (TTFT, TPOT, GAP, E2E)
+LEVEL_OF_EACH = 1 - (1 - LEVEL) / (2 + len(JUDGED) * len(STATISTICS))
+"""Of the intervals of a table, for all to hold together."""
 
 
 def compare(a: Run, b: Run, threshold: float) -> Comparison:
     """Raises SettingsError for runs of different workloads."""
-    _check_workloads(a, b)
-    of_a, of_b = _by_prompt(a), _by_prompt(b)
-    both = [(of_a[key], of_b[key]) for key in of_a if key in of_b]
-    if not both:
-        raise SettingsError("the runs have no prompt in common: there is nothing to compare")
-    ok = [(one, other) for one, other in both if one.ok and other.ok]
-    return Comparison(
-        a.title,
-        len(both),
-        len(of_a) - len(both),
-        len(of_b) - len(both),
-        sum(not one.ok for one, _ in both),
-        sum(not other.ok for _, other in both),
-        len(ok),
-        sum(is_identical(one, other) for one, other in ok),
-        sum(one.prompt_tokens != other.prompt_tokens for one, other in ok),
-        [*_ratios(a, b, both, ok, threshold)],
-    )
-
-
-def _check_workloads(a: Run, b: Run) -> None:
     for name in ("workload", "seed"):
         one, other = getattr(a.header, name), getattr(b.header, name)
         if one != other:
@@ -116,10 +97,35 @@ def _check_workloads(a: Run, b: Run) -> None:
                 f"the runs have different workloads: {name} is {one!r} in A and {other!r} in B; run both with the"
                 " same prompts and seed"
             )
+    pairs = paired(a, b)
+    if not pairs:
+        raise SettingsError("the runs have no prompt in common: there is nothing to compare")
+    ok = [(one, other) for one, other in pairs if one.ok and other.ok]
+    ratios = [*_share_ok(pairs, threshold)]
+    if ok:
+        ratios += _throughput(a, b, pairs, threshold)
+        ratios += [each for measure in JUDGED for each in _latencies(measure, ok, threshold)]
+    return Comparison(
+        a.title,
+        len(pairs),
+        len(a.answers) - len(pairs),
+        len(b.answers) - len(pairs),
+        sum(not one.ok for one, _ in pairs),
+        sum(not other.ok for _, other in pairs),
+        len(ok),
+        sum(is_identical(one, other) for one, other in ok),
+        sum(one.prompt_tokens != other.prompt_tokens for one, other in ok),
+        ratios,
+    )
+
+
+def paired(a: Run, b: Run) -> list[Pair]:
+    """By prompt and place in its batch, and by how often it was sent before."""
+    of_a, of_b = map(_by_prompt, (a, b))
+    return [(of_a[key], of_b[key]) for key in of_a if key in of_b]
 
 
 def _by_prompt(run: Run) -> Mapping[tuple[int, int, int], Answer]:
-    """By prompt and place in its batch, and by how often it was sent before."""
     seen: Counter[tuple[int, int]] = Counter()
     found = {}
     for answer in sorted(run.answers, key=lambda each: each.sent_s):
@@ -136,123 +142,85 @@ def is_identical(one: Answer, other: Answer) -> bool:
     return None in (one.ids_sha256, other.ids_sha256) or one.ids_sha256 == other.ids_sha256
 
 
-@dataclass(frozen=True, slots=True)
-class _Figure:
-    """A figure of both runs; arrays have an entry for each statistic."""
-
-    name: str
-    statistics: Sequence[str]
-    unit: str
-    larger_is_better: bool
-    is_enough: Sequence[bool]
-    observed: tuple[Values, Values]
-    ratios: Values
-    """[rounds, statistics]"""
-
-
-def _ratios(
-    a: Run, b: Run, both: Sequence[Pair], ok: Sequence[Pair], threshold: float
-) -> Sequence[Ratio]:
-    figures = [_share_ok(both)]
-    if ok:
-        figures += [_throughput(a, b, both), *(_latencies(measure, ok) for measure in JUDGED)]
-    judged = [
-        (figure, column)
-        for figure in figures
-        for column in range(len(figure.statistics))
-        if np.isfinite([each[column] for each in figure.observed]).all()
-    ]
-    level = 1 - (1 - LEVEL) / len(judged)
-    return [_judge(figure, column, level, threshold) for figure, column in judged]
-
-
-def _judge(figure: _Figure, column: int, level: float, threshold: float) -> Ratio:
-    a, b = (float(each[column]) for each in figure.observed)
-    ratio = _quotient(b, a)
-    within = interval(figure.ratios[:, column], level)
-    loss = _quotient(a, b) if figure.larger_is_better else ratio
-    if within is None or not figure.is_enough[column]:
-        verdict = Verdict.TOO_FEW
-    elif within.includes(1.0):
-        verdict = Verdict.NOISE
-    elif loss < 1:
-        verdict = Verdict.BETTER
-    else:
-        verdict = Verdict.REGRESSION if loss > 1 + threshold else Verdict.WORSE
-    return Ratio(figure.name, figure.statistics[column], figure.unit, a, b, ratio, within, verdict)
-
-
 def _quotient(over: float, under: float) -> float:
     return over / under if under else (1.0 if over == under else math.inf)
 
 
-def _latencies(measure: Measure, ok: Sequence[Pair]) -> _Figure:
+Of = Callable[[int, Weights], Values]
+"""Statistics of run A, 0, or B, 1, with each pair so often, [rounds, statistics]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Of one figure."""
+
+    name: str
+    unit: str
+    threshold: float
+    larger_is_better: bool = True
+
+    def ratios(
+        self, of: Of, tells: Mapping[str, bool], pairs: Sequence[Pair], values: int
+    ) -> Iterator[Ratio]:
+        """Of each statistic that both runs have; `tells` says whether the pairs are enough for it. `values` is how many
+        a round looks at."""
+        everyone = np.ones((1, len(pairs)), np.int64)
+        observed = [of(side, everyone)[0].tolist() for side in (0, 1)]
+        requests = [one.request_id for one, _ in pairs]
+        rounds = bootstrap(requests, lambda weights: of(1, weights) / of(0, weights), values)
+        for at, (statistic, enough) in enumerate(tells.items()):
+            a, b = observed[0][at], observed[1][at]
+            if math.isfinite(a) and math.isfinite(b):
+                within = interval(rounds[:, at], LEVEL_OF_EACH) if enough else None
+                verdict = self._verdict(a, b, within)
+                yield Ratio(self.name, statistic, self.unit, a, b, _quotient(b, a), within, verdict)
+
+    def _verdict(self, a: float, b: float, within: Interval | None) -> Verdict:
+        if within is None:
+            return Verdict.TOO_FEW
+        if within.includes(1.0):
+            return Verdict.NOISE
+        loss = _quotient(a, b) if self.larger_is_better else _quotient(b, a)
+        if loss < 1:
+            return Verdict.BETTER
+        return Verdict.REGRESSION if loss > 1 + self.threshold else Verdict.WORSE
+
+
+def _latencies(measure: Measure, ok: Sequence[Pair], threshold: float) -> Iterator[Ratio]:
     pools = [pool(measure, side) for side in zip(*ok, strict=True)]
+    tells = {each: all(is_enough(own, each) for own in pools) for each in STATISTICS}
 
-    def ratios(weights: Weights) -> Values:
-        a, b = (weighted_statistics(each, weights) for each in pools)
-        return b / a
+    def of(side: int, weights: Weights) -> Values:
+        return weighted_statistics(pools[side], weights)
 
-    a, b = (weighted_statistics(each, np.ones((1, len(ok)), np.int64))[0] for each in pools)
-    return _Figure(
-        measure.name,
-        STATISTICS,
-        measure.unit,
-        measure.larger_is_better,
-        [all(is_enough(each, statistic) for each in pools) for statistic in STATISTICS],
-        (a, b),
-        bootstrap(_requests(ok), ratios, max(each.values.size for each in pools)),
-    )
+    judge = _Judge(measure.name, measure.unit, threshold, measure.larger_is_better)
+    return judge.ratios(of, tells, ok, max(each.values.size for each in pools))
 
 
-def _throughput(a: Run, b: Run, both: Sequence[Pair]) -> _Figure:
+def _throughput(a: Run, b: Run, pairs: Sequence[Pair], threshold: float) -> Iterator[Ratio]:
     """Output tokens per second. At one concurrency a run lasts as long as its latencies together demand (Little's law),
     so a draw lasts as long as its requests would."""
-    sides = list(zip(*both, strict=True))
+    sides = list(zip(*pairs, strict=True))
     tokens = [np.array([(each.output_tokens or 0) * each.ok for each in side]) for side in sides]
-    busy = [np.array([_busy_s(each) for each in side]) for side in sides]
-    users = [sum(map(_busy_s, run.answers)) / duration_s(run.answers) for run in (a, b)]
+    busy = [np.array([each.busy_s for each in side]) for side in sides]
+    users = [sum(each.busy_s for each in run.answers) / duration_s(run.answers) for run in (a, b)]
 
-    def rate(side: int, weights: Weights) -> Values:
-        found = weights @ tokens[side] / (weights @ busy[side]) * users[side]
-        return np.asarray(found, np.float64)
+    def of(side: int, weights: Weights) -> Values:
+        rates = weights @ tokens[side] / (weights @ busy[side]) * users[side]
+        return np.asarray(rates, np.float64)[:, None]
 
-    return _of_share("output tokens", "tokens/sec", both, rate)
-
-
-def _busy_s(answer: Answer) -> float:
-    return answer.ended_s - answer.sent_s
+    judge = _Judge("output tokens", "tokens/sec", threshold)
+    return judge.ratios(of, _tells(pairs), pairs, len(pairs))
 
 
-def _share_ok(both: Sequence[Pair]) -> _Figure:
-    ok = [np.array([100.0 * each.ok for each in side]) for side in zip(*both, strict=True)]
-    return _of_share(
-        "answers ok",
-        "%",
-        both,
-        lambda side, weights: weights @ ok[side] / len(both),
-    )
+def _share_ok(pairs: Sequence[Pair], threshold: float) -> Iterator[Ratio]:
+    ok = [np.array([100.0 * each.ok for each in side]) for side in zip(*pairs, strict=True)]
+
+    def of(side: int, weights: Weights) -> Values:
+        return np.asarray(weights @ ok[side] / len(pairs))[:, None]
+
+    return _Judge("answers ok", "%", threshold).ratios(of, _tells(pairs), pairs, len(pairs))
 
 
-def _of_share(
-    name: str, unit: str, both: Sequence[Pair], figure: Callable[[int, Weights], Values]
-) -> _Figure:
-    """A figure of all pairs, larger where it is better."""
-    everyone = np.ones((1, len(both)), np.int64)
-    return _Figure(
-        name,
-        ("avg",),
-        unit,
-        larger_is_better=True,
-        is_enough=[len(both) >= 2 * LEAST_BEYOND],
-        observed=(figure(0, everyone), figure(1, everyone)),
-        ratios=bootstrap(
-            _requests(both),
-            lambda weights: (figure(1, weights) / figure(0, weights))[:, None],
-            len(both),
-        ),
-    )
-
-
-def _requests(pairs: Sequence[Pair]) -> Sequence[str]:
-    return [a.request_id for a, _ in pairs]
+def _tells(pairs: Sequence[Pair]) -> Mapping[str, bool]:
+    return {"avg": len(pairs) >= 2 * LEAST_BEYOND}

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from random import Random
 
+import psutil
 from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.cli.stacks import RunningStack
 from trtmesh.cli.tables import role_word
 from trtmesh.client import AdminClient
-from trtmesh.tools.bench.faults import Fault
+from trtmesh.tools.bench.faults import DisruptionOptions, Fault
 from trtmesh.tools.bench.record import Disruption
-from trtmesh.tools.bench.stack_processes import StackProcess, frozen, kill, processes_of
+from trtmesh.tools.bench.stack_processes import StackProcess, frozen, processes_of, stack_of
+from trtmesh.tools.bench.targets.target import Url
 from trtmesh.v1 import router_admin_pb2 as pb
 
 RETURN_SECONDS = 120.0
 """Longest wait for what was killed: a large model loads as long."""
 POLL_SECONDS = 0.05
+
+
+def faults_of(options: DisruptionOptions, url: Url, seed: int) -> Faults:
+    """Raises SettingsError, also where the target's stack does not run here."""
+    return Faults(options.faults(), stack_of(url.addresses[0], options.stack), seed)
 
 
 class FaultFailed(Exception):
@@ -50,6 +57,8 @@ class Faults:
             async with self._made(fault, draw) as target:
                 await asyncio.sleep(fault.length_s)
             error = ""
+        except psutil.NoSuchProcess:
+            error = "the process ended before"
         except (FaultFailed, TrtmeshError) as failure:
             error = str(failure)
         finally:
@@ -57,18 +66,14 @@ class Faults:
 
     def _made(self, fault: Fault, draw: Random) -> AbstractAsyncContextManager[str]:
         """Makes a fault for the length of a block, and yields the name of what has it."""
-        ways = {
-            "kill": self._killed, "freeze": self._frozen,
-            "drain": self._drained, "role": self._changed,
-        }  # fmt: skip
-        return ways[fault.kind](fault, draw)
+        ways = {"kill": self._killed, "freeze": self._frozen}
+        return ways.get(fault.kind, self._administered)(fault, draw)
 
     @asynccontextmanager
     async def _killed(self, fault: Fault, draw: Random) -> AsyncIterator[str]:
         victim, before = self._process(fault.target, draw), await self._ready()
         count = len(self._processes(victim.service))
-        with _still_there(victim):
-            kill(victim, self._stack)
+        victim.process.kill()
         yield victim.name
         try:
             async with asyncio.timeout(RETURN_SECONDS):
@@ -81,29 +86,25 @@ class Faults:
     @asynccontextmanager
     async def _frozen(self, fault: Fault, draw: Random) -> AsyncIterator[str]:
         victim = self._process(fault.target, draw)
-        with _still_there(victim), frozen(victim, self._stack):
+        with frozen(victim.process):
             yield victim.name
 
     @asynccontextmanager
-    async def _drained(self, fault: Fault, draw: Random) -> AsyncIterator[str]:
+    async def _administered(self, fault: Fault, draw: Random) -> AsyncIterator[str]:
+        """Drains a worker, or changes its role."""
         async with self._admin() as admin:
             worker = await self._worker(admin, fault.target, draw)
             try:
-                await admin.drain_worker(worker.worker, finish_seconds=0)
+                if fault.kind == "drain":
+                    await admin.drain_worker(worker.worker, finish_seconds=0)
+                else:
+                    await admin.set_worker_role(worker.worker, fault.role)
                 yield worker.worker
             finally:
-                await admin.resume_worker(worker.worker)
-
-    @asynccontextmanager
-    async def _changed(self, fault: Fault, draw: Random) -> AsyncIterator[str]:
-        async with self._admin() as admin:
-            worker = await self._worker(admin, fault.target, draw)
-            before = role_word(worker)
-            try:
-                await admin.set_worker_role(worker.worker, fault.role)
-                yield worker.worker
-            finally:
-                await admin.set_worker_role(worker.worker, before)
+                if fault.kind == "drain":
+                    await admin.resume_worker(worker.worker)
+                else:
+                    await admin.set_worker_role(worker.worker, role_word(worker))
 
     def _admin(self) -> AdminClient:
         return AdminClient(
@@ -145,12 +146,3 @@ class Faults:
 
     def _processes(self, service: str) -> list[StackProcess]:
         return [each for each in processes_of(self._stack) if each.service == service]
-
-
-@contextmanager
-def _still_there(process: StackProcess) -> Iterator[None]:
-    """Raises FaultFailed for a process that ended before."""
-    try:
-        yield
-    except ProcessLookupError as error:
-        raise FaultFailed(f"{process.name} ended before") from error

@@ -7,7 +7,8 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from trtmesh.chassis.errors import DeadlineExceeded, StreamIncomplete, TrtmeshError
 from trtmesh.tools.bench.reception import Reception
@@ -32,26 +33,36 @@ def chains_of(plans: Iterable[Plan]) -> list[Chain]:
     return [sorted(chain, key=lambda plan: plan.turn) for chain in chains.values()]
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is sent: every chain, at most so many requests at a time. At the end of the duration the rest is
+    cancelled."""
+
+    chains: Sequence[Chain]
+    most_open: int = MOST_OPEN
+    duration_s: float | None = None
+    timeout_s: float | None = None
+    """Of a request."""
+    keeps_text: bool = False
+
+
 class Driver:
-    """Sends over connections in turn. Times are seconds since `started`, by the event loop's clock; without it since
-    it was made."""
+    """Sends a job over connections in turn. Times are seconds since `started`, by the event loop's clock; without it
+    since it was made."""
 
     def __init__(
         self,
         targets: Sequence[Target],
+        job: Job,
         on_answer: Callable[[Answer], object],
-        *,
         started: float | None = None,
-        keeps_text: bool = False,
-        timeout_s: float | None = None,
     ) -> None:
         self._targets = targets
+        self._job = job
         self._on_answer = on_answer
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time() if started is None else started
         self._computed_s = time.thread_time()
-        self._keeps_text = keeps_text
-        self._timeout_s = timeout_s
         self.sent = 0
 
     def clock(self) -> float:
@@ -61,29 +72,19 @@ class Driver:
         """Share of the time so far in which this thread computed."""
         return (time.thread_time() - self._computed_s) / max(self.clock(), 1e-9)
 
-    async def send(
-        self, chains: Iterable[Chain], most_open: int = MOST_OPEN, duration_s: float | None = None
-    ) -> None:
-        """Sends every chain, at most so many at a time; at the end of the duration cancels what is left. To cancel
-        the task cancels the requests, with an answer each."""
-        ends_at = None if duration_s is None else self._started + duration_s
-        try:
-            async with asyncio.timeout_at(ends_at):
-                await self._send_all(chains, asyncio.Semaphore(most_open))
-        except TimeoutError:
-            pass
-
-    async def _send_all(self, chains: Iterable[Chain], free: asyncio.Semaphore) -> None:
-        async with asyncio.TaskGroup() as group:
-            for chain in chains:
-                await self._until(chain[0].planned_s)
-                await free.acquire()
-                task = group.create_task(self._converse(chain))
-                task.add_done_callback(lambda _: free.release())
-
-    async def _until(self, planned_s: float | None) -> None:
-        if planned_s is not None and (left := planned_s - self.clock()) > 0:
-            await asyncio.sleep(left)
+    async def send(self) -> None:
+        """To cancel the task cancels the requests, with an answer each."""
+        over_s, free = self._job.duration_s, asyncio.Semaphore(self._job.most_open)
+        with suppress(TimeoutError):
+            async with (
+                asyncio.timeout_at(None if over_s is None else self._started + over_s),
+                asyncio.TaskGroup() as group,
+            ):
+                for chain in self._job.chains:
+                    await asyncio.sleep((chain[0].planned_s or 0.0) - self.clock())
+                    await free.acquire()
+                    task = group.create_task(self._converse(chain))
+                    task.add_done_callback(lambda _: free.release())
 
     async def _converse(self, chain: Chain) -> None:
         """Sends the requests of a session one after the other, each with what was said before; a failed one ends it."""
@@ -92,7 +93,9 @@ class Driver:
         for plan in chain:
             if plan.turn:
                 await asyncio.sleep(plan.delay_s)
-                plan = _continued(plan, said)  # noqa: PLW2901 - what is sent in its place
+                (prompt,) = plan.prompts
+                # What is sent in its place.
+                plan = replace(plan, prompts=(replace(prompt, history=said),))  # noqa: PLW2901
             reception = await self._ask(plan, due_s)
             if not reception.is_ok:
                 return
@@ -104,17 +107,16 @@ class Driver:
     async def _ask(self, plan: Plan, due_s: float | None) -> Reception:
         target = self._targets[self.sent % len(self._targets)]
         self.sent += 1
-        reception = Reception(
-            plan, self.clock, uuid.uuid4().hex, due_s=due_s, keeps_text=self._keeps_text
-        )
+        keeps, patience_s = self._job.keeps_text, self._job.timeout_s
+        reception = Reception(plan, self.clock, uuid.uuid4().hex, due_s=due_s, keeps_text=keeps)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(patience_s):
                 await target.answer(plan, reception)
         except TrtmeshError as error:
             reception.fail_rest(error)
         except TimeoutError:
-            late = DeadlineExceeded(f"there was no end within {self._timeout_s:g} s (--timeout)")
-            reception.fail_rest(late)
+            late = f"there was no end within {patience_s:g} s (--timeout)"
+            reception.fail_rest(DeadlineExceeded(late))
         except NONSENSE as error:
             why = f"the answer does not keep the protocol: {type(error).__name__}: {error}"
             reception.fail_rest(StreamIncomplete(why))
@@ -127,6 +129,10 @@ class Driver:
         return reception
 
 
-def _continued(plan: Plan, said: tuple[str, ...]) -> Plan:
-    (prompt,) = plan.prompts
-    return replace(plan, prompts=(replace(prompt, history=said),))
+async def answers_of(
+    targets: Sequence[Target], job: Job, started: float | None = None
+) -> list[Answer]:
+    """In the order in which they ended."""
+    answers: list[Answer] = []
+    await Driver(targets, job, answers.append, started).send()
+    return answers

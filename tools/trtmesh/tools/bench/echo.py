@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import quantiles
 
 from trtmesh.chassis.errors import StartupError
-from trtmesh.tools.bench.driver import Driver
+from trtmesh.tools.bench.driver import Job, answers_of
 from trtmesh.tools.bench.record import Answer, Echo, Plan, Prompt, Run
 from trtmesh.tools.bench.targets.opening import opened
 from trtmesh.tools.bench.targets.target import Connecting, Target, Url
@@ -61,11 +61,10 @@ def check_client(run: Run) -> None:
 async def _ask(
     targets: Sequence[Target], chunks: int, at_once: int, requests: int, gap_ms: int
 ) -> Sequence[Answer]:
-    answers: list[Answer] = []
     prompt = f"{chunks} {gap_ms}"
     chains = [[Plan((Prompt(number, prompt),))] for number in range(requests)]
     # Stamps are of the same clock, which starts with the machine.
-    await Driver(targets, answers.append, started=0.0, keeps_text=True).send(chains, at_once)
+    answers = await answers_of(targets, Job(chains, at_once, keeps_text=True), started=0.0)
     if bad := next((answer for answer in answers if not answer.ok), None):
         raise StartupError(f"the echo of the client's own cost failed: {bad.error}")
     return answers

@@ -10,7 +10,7 @@ import asyncio
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -39,7 +39,7 @@ async def stamps(prompt: str) -> AsyncIterator[str]:
         yield f"{time.monotonic():.6f} "
 
 
-async def generate(request: Any, _: Any) -> AsyncIterator[bytes]:
+async def generate(request: Any, _: Any) -> AsyncIterator[Any]:
     offset = 0
     async for stamp in stamps(request.items[0].prompt.text):
         tokens = router_pb2.TokensGenerated(token_offset=offset, token_ids=[1], text=stamp)
@@ -49,9 +49,8 @@ async def generate(request: Any, _: Any) -> AsyncIterator[bytes]:
     yield _native(item_finished=router_pb2.ItemFinished(usage=usage))
 
 
-def _native(**event: Any) -> bytes:
-    event_pb = router_pb2.GenerateEvent(**event)
-    return router_pb2.GenerateResponse(events=[event_pb]).SerializeToString()
+def _native(**event: Any) -> Any:
+    return router_pb2.GenerateResponse(events=[router_pb2.GenerateEvent(**event)])
 
 
 async def model_config(_: Any, __: Any) -> Any:
@@ -121,7 +120,7 @@ async def _serve(protocol: str) -> None:
         port = runner.addresses[0][1]
     else:
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((_mesh(), _triton()))
+        server.add_generic_rpc_handlers(tuple(_handlers()))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
     sys.stdout.write(f"127.0.0.1:{port}\n")
@@ -129,34 +128,30 @@ async def _serve(protocol: str) -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
-def _mesh() -> grpc.GenericRpcHandler:
-    method: Any = grpc.unary_stream_rpc_method_handler(
-        generate, router_pb2.GenerateRequest.FromString
-    )
-    return grpc.method_handlers_generic_handler("trtmesh.v1.MeshService", {"Generate": method})
+UNARY, STREAMED = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+METHODS: Mapping[str, Mapping[str, tuple[Any, Any, Any]]] = {
+    "trtmesh.v1.MeshService": {"Generate": (STREAMED, generate, router_pb2.GenerateRequest)},
+    "inference.GRPCInferenceService": {
+        "ModelConfig": (UNARY, model_config, kserve.ModelConfigRequest),
+        "ServerMetadata": (UNARY, metadata, kserve.ServerMetadataRequest),
+        "ModelInfer": (UNARY, infer, kserve.ModelInferRequest),
+        "ModelStreamInfer": (
+            grpc.stream_stream_rpc_method_handler,
+            stream_infer,
+            kserve.ModelInferRequest,
+        ),
+    },
+}
+"""Of each service: how it is called, what answers, and its request."""
 
 
-def _triton() -> grpc.GenericRpcHandler:
-    message = kserve.ModelInferRequest.FromString
-    methods: dict[str, Any] = {
-        "ModelConfig": grpc.unary_unary_rpc_method_handler(
-            model_config,
-            kserve.ModelConfigRequest.FromString,
-            kserve.ModelConfigResponse.SerializeToString,
-        ),
-        "ServerMetadata": grpc.unary_unary_rpc_method_handler(
-            metadata,
-            kserve.ServerMetadataRequest.FromString,
-            kserve.ServerMetadataResponse.SerializeToString,
-        ),
-        "ModelInfer": grpc.unary_unary_rpc_method_handler(
-            infer, message, kserve.ModelInferResponse.SerializeToString
-        ),
-        "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-            stream_infer, message, kserve.ModelStreamInferResponse.SerializeToString
-        ),
-    }
-    return grpc.method_handlers_generic_handler("inference.GRPCInferenceService", methods)
+def _handlers() -> Iterator[grpc.GenericRpcHandler]:
+    for service, methods in METHODS.items():
+        handlers = {
+            name: kind(answer, request.FromString, lambda message: message.SerializeToString())
+            for name, (kind, answer, request) in methods.items()
+        }
+        yield grpc.method_handlers_generic_handler(service, handlers)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ on."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench.intervals import Interval, intervals_of
+from trtmesh.tools.bench.intervals import intervals_of
 from trtmesh.tools.bench.measures import MEASURES, STALL_MS, duration_s, gaps_ms
-from trtmesh.tools.bench.pools import Distribution, Pool, pool
+from trtmesh.tools.bench.pools import Pool, pool
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Run
-from trtmesh.tools.bench.slo import Goodput, Slo, goodput
+from trtmesh.tools.bench.slo import Slo, goodput
 
 MOST_ERRORS = 20
 """Different errors in a report; the rest is counted."""
@@ -25,7 +25,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What became of the bytes of answers that are ok."""
+    """What became of the bytes of answers."""
 
     stalls: int
     """Gaps over a second."""
@@ -36,61 +36,50 @@ class Exactness:
     doubled: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one run."""
-
-    run: Run
-    duration_s: float
-    counts: Mapping[AnswerOutcome, int]
-    distributions: Mapping[str, Distribution]
-    """By tag; a measure without values is left out."""
-    intervals: Mapping[str, Mapping[str, Interval]]
-    """By tag and statistic."""
-    request_throughput: float
-    output_token_throughput: float | None
-    """None where the output tokens of some answer are unknown."""
-    users: float
-    """Mean number of requests under way."""
-    lag_ms: Distribution
-    exactness: Exactness
-    goodput: Goodput | None
-    """None without SLOs."""
-    errors: Sequence[tuple[str, int]]
-    """Each with its number, the most frequent first."""
-
-    @property
-    def load(self) -> str:
-        return self.run.title
-
-
-def figures_of(run: Run, slos: Sequence[Slo] = ()) -> Figures | None:
-    """None for a run that sent nothing."""
-    answers = run.answers
-    if not answers:
-        return None
-    duration = duration_s(answers)
-    per_s = 1 / duration if duration > 0 else 0.0
-    ok = [answer for answer in answers if answer.ok]
-    tokens = [answer.output_tokens for answer in ok]
-    pools = {each.tag: pool(each, answers) for each in MEASURES}
-    distributions = {tag: each.distribution() for tag, each in pools.items()}
-    lag = Pool(np.sort(np.array(run.lags_s)) * 1000, np.arange(len(answers))).distribution()
-    assert lag
-    return Figures(
-        run,
-        duration,
-        {outcome: run.count(outcome) for outcome in AnswerOutcome},
-        {tag: each for tag, each in distributions.items() if each},
-        {tag: intervals_of(each, answers) for tag, each in pools.items()},
-        len(ok) * per_s,
-        None if None in tokens else sum(each or 0 for each in tokens) * per_s,
-        sum(answer.ended_s - answer.sent_s for answer in answers) * per_s,
-        lag,
-        exactness(ok),
-        goodput(answers, slos) if slos else None,
-        _errors(answers),
+def exactness(answers: Sequence[Answer]) -> Exactness:
+    stalls = [sum(gap > STALL_MS for gap in gaps_ms(answer)) for answer in answers]
+    lost = [answer.lost for answer in answers if answer.lost is not None]
+    doubled = [answer.doubled for answer in answers if answer.doubled is not None]
+    return Exactness(
+        sum(stalls),
+        sum(map(bool, stalls)),
+        sum(lost) if lost else None,
+        sum(doubled) if doubled else None,
     )
+
+
+class Figures:
+    """Of one run with an answer at least."""
+
+    def __init__(self, run: Run, slos: Sequence[Slo] = ()) -> None:
+        answers = run.answers
+        ok = [each for each in answers if each.ok]
+        tokens = [each.output_tokens for each in ok]
+        pools = {each.tag: pool(each, answers) for each in MEASURES}
+        lags = np.sort([1000 * each.lag_s for each in answers])
+        self.run = run
+        self.load = run.title
+        self.duration_s = duration_s(answers)
+        per_s = 1 / self.duration_s if self.duration_s > 0 else 0.0
+        self.counts = {outcome: run.count(outcome) for outcome in AnswerOutcome}
+        self.distributions = {
+            tag: seen for tag, each in pools.items() if (seen := each.distribution())
+        }
+        """By tag; a measure without values is left out."""
+        self.intervals = {tag: intervals_of(each, answers) for tag, each in pools.items()}
+        """By tag and statistic."""
+        self.request_throughput = len(ok) * per_s
+        self.output_token_throughput = (
+            None if None in tokens else sum(each or 0 for each in tokens) * per_s
+        )
+        """None where the output tokens of some answer are unknown."""
+        self.users = sum(each.busy_s for each in answers) * per_s
+        """Mean number of requests under way."""
+        self.lag_ms = Pool(lags, np.arange(len(answers))).distribution()
+        self.exactness = exactness(ok)
+        self.goodput = goodput(answers, slos) if slos else None
+        self.errors = _errors(answers)
+        """Each with its number, the most frequent first."""
 
 
 def _errors(answers: Sequence[Answer]) -> Sequence[tuple[str, int]]:
@@ -116,22 +105,10 @@ class Report:
 
 def report_of(runs: Sequence[Run], slos: Sequence[Slo] = ()) -> Report:
     """Raises SettingsError for runs without an answer."""
-    known = [figures for run in runs if (figures := figures_of(run, slos))]
+    known = [Figures(run, slos) for run in runs if run.answers]
     if not known:
         raise SettingsError("nothing was sent, so there is nothing to report")
     return Report(known, slos)
-
-
-def exactness(answers: Sequence[Answer]) -> Exactness:
-    stalls = [sum(gap > STALL_MS for gap in gaps_ms(answer)) for answer in answers]
-    lost = [answer.lost for answer in answers if answer.lost is not None]
-    doubled = [answer.doubled for answer in answers if answer.doubled is not None]
-    return Exactness(
-        sum(stalls),
-        sum(map(bool, stalls)),
-        sum(lost) if lost else None,
-        sum(doubled) if doubled else None,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +127,8 @@ def _count(outcome: AnswerOutcome) -> Callable[[Figures], float]:
     return lambda figures: figures.counts[outcome]
 
 
-def _lag(percent: int) -> Callable[[Figures], float]:
-    return lambda figures: figures.lag_ms.percentiles[percent]
+def _lag(percent: int) -> Callable[[Figures], float | None]:
+    return lambda figures: figures.lag_ms.percentiles[percent] if figures.lag_ms else None
 
 
 # fmt: off

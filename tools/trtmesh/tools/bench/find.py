@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 from trtmesh.chassis.errors import SettingsError
@@ -22,10 +22,8 @@ from trtmesh.tools.bench.targets.target import FORMS
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
 if TYPE_CHECKING:
-    from trtmesh.tools.bench.measuring import Setup, Watch
     from trtmesh.tools.bench.search import Found, Goal, Trial
 
-SEARCH = "Search"
 FEWEST_REQUESTS = 20
 """Of a run, however low its rate."""
 
@@ -34,25 +32,17 @@ FEWEST_REQUESTS = 20
 class SearchOptions:
     """What is searched, and how closely."""
 
+    PANEL: ClassVar = "Search"
+
     attainment: float = option(
-        "Share of the answers that must meet every SLO.",
-        default=0.99,
-        min=0.0,
-        max=1.0,
-        panel=SEARCH,
+        "Share of the answers that must meet every SLO.", default=0.99, min=0.0, max=1.0
     )
     start: float = option(
-        "Requests per second of the first run.", default=1.0, min=0.01, max=10_000.0, panel=SEARCH
+        "Requests per second of the first run.", default=1.0, min=0.01, max=10_000.0
     )
-    lowest: float = option(
-        "Lowest rate that is tried.", default=0.1, min=0.001, max=10_000.0, panel=SEARCH
-    )
-    highest: float = option(
-        "Highest rate that is tried.", default=10_000.0, min=0.01, max=10_000.0, panel=SEARCH
-    )
-    seconds: float = option(
-        "Seconds of sending of each run.", default=30.0, min=0.1, max=86_400.0, panel=SEARCH
-    )
+    lowest: float = option("Lowest rate that is tried.", default=0.1, min=0.001, max=10_000.0)
+    highest: float = option("Highest rate that is tried.", default=10_000.0, min=0.01, max=10_000.0)
+    seconds: float = option("Seconds of sending of each run.", default=30.0, min=0.1, max=86_400.0)
 
     def goal(self) -> Goal:
         """Raises SettingsError."""
@@ -100,62 +90,49 @@ async def _find(
     if not reports.slo:
         raise SettingsError("is needed, as in --slo ttft:200", setting="--slo")
     # Need a second, and numpy.
-    from trtmesh.tools.bench.measuring import server_count
+    from trtmesh.tools.bench.echo import ClientTooSlow, check_client
+    from trtmesh.tools.bench.measuring import Setup, measure, server_count, watching
     from trtmesh.tools.bench.search import find as found_by
 
     goal = search.goal()
-    setup = client.setup(connection.connecting(target), str(workload), seed)
+    setup = Setup(connection.connecting(target), str(workload), client, seed)
     plans = await workload.plans(seed, await server_count(setup.connecting))
-    async with client.watch() as watch:
-        runs = Runs(setup, plans, search.seconds, watch)
-        found = await found_by(runs.at, parse_slos(reports.slo or ()), goal, _say_trial)
-    put(_verdict(found, goal))
-    if any(each.answers for each in runs.done):
-        in_order = sorted(runs.done, key=lambda each: each.header.load.rate or 0.0)
-        reports.write(reports.figures(in_order))
-    return runs.given_up or watch.told() or (OK if found.holds is not None else FAILED)
+    if not plans:
+        raise SettingsError("has no requests", setting="--workload")
+    runs: list[Run] = []
+    given_up = OK
 
-
-class Runs:
-    """Runs the workload at one rate after another."""
-
-    def __init__(self, setup: Setup, plans: Sequence[Plan], seconds: float, watch: Watch) -> None:
-        if not plans:
-            raise SettingsError("has no requests", setting="--workload")
-        self.done: list[Run] = []
-        self.given_up = OK
-        """The exit status where there was no run at a rate."""
-        self._setup = setup
-        self._plans = plans
-        self._seconds = seconds
-        self._watch = watch
-
-    async def at(self, rate: float) -> Run | None:
+    async def run_at(rate: float) -> Run | None:
         """None at Ctrl-C, and where the figures would be the client's."""
-        from trtmesh.tools.bench.echo import ClientTooSlow, check_client
-        from trtmesh.tools.bench.measuring import measure
-
-        plans = [
-            *islice(repeated(self._plans), max(FEWEST_REQUESTS, math.ceil(rate * self._seconds)))
-        ]
-        before = sum(each.header.load.rate == rate for each in self.done)
+        nonlocal given_up
+        number = max(FEWEST_REQUESTS, math.ceil(rate * search.seconds))
+        before = sum(each.header.load.rate == rate for each in runs)
         # A repetition has other times; runs of other rates have the same ones, closer together.
-        setup = replace(self._setup, seed=self._setup.seed + before)
+        own = replace(setup, seed=seed + before)
         try:
-            measured = await measure(setup, Load("poisson", rate=rate), plans, self._watch)
-            if setup.echoes:
+            measured = await measure(
+                own, Load("poisson", rate=rate), [*islice(repeated(plans), number)], watch
+            )
+            if client.echo:
                 check_client(measured)
         except asyncio.CancelledError:
-            self.given_up = INTERRUPTED
+            given_up = INTERRUPTED
             return None
         except ClientTooSlow as error:
             say_error(str(error))
-            self.given_up = FAILED
+            given_up = FAILED
             return None
-        self.done.append(measured)
-        if measured.is_interrupted:
-            self.given_up = INTERRUPTED
-        return None if self.given_up else measured
+        runs.append(measured)
+        given_up = INTERRUPTED if measured.is_interrupted else OK
+        return None if given_up else measured
+
+    async with watching(client) as watch:
+        found = await found_by(run_at, parse_slos(reports.slo), goal, _say_trial)
+    put(_verdict(found, goal))
+    if any(each.answers for each in runs):
+        in_order = sorted(runs, key=lambda each: each.header.load.rate or 0.0)
+        reports.write(reports.figures(in_order))
+    return given_up or watch.told() or (OK if found.holds is not None else FAILED)
 
 
 def repeated(plans: Sequence[Plan]) -> Iterator[Plan]:

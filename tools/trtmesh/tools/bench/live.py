@@ -3,11 +3,11 @@ pipe."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Event, Thread
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from rich.console import Console
 from rich.live import Live
@@ -25,7 +25,7 @@ RECENT = 500
 
 
 class LiveView:
-    """Is told the lines of the record, and read by a thread of its own."""
+    """Is told the lines of the record; on a terminal a thread of rich's reads it."""
 
     def __init__(self, load: Load, items: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._load = load
@@ -64,38 +64,30 @@ class LiveView:
         return shown
 
 
-@contextmanager
-def live_view(load: Load, items: int) -> Iterator[Callable[[Line], None]]:
+@asynccontextmanager
+async def live_view(load: Load, items: int) -> AsyncIterator[Callable[[Line], None]]:
     """Shows a run of so many items while it happens."""
     view, console = LiveView(load, items), Console(stderr=True)
-    if not console.is_terminal:
-        with _lines(view):
+    if console.is_terminal:
+        with Live(
+            get_renderable=lambda: Text(str(view)),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            refresh_per_second=REFRESHES_PER_SECOND,
+        ):
             yield view.tell
         return
-    with Live(
-        get_renderable=lambda: Text(str(view)),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        refresh_per_second=REFRESHES_PER_SECOND,
-    ):
-        yield view.tell
-
-
-@contextmanager
-def _lines(view: LiveView) -> Iterator[None]:
-    over = Event()
-
-    def write() -> None:
-        wait_s = FIRST_LINE_S
-        while not over.wait(wait_s):
-            say(str(view))
-            wait_s = min(2 * wait_s, MOST_S)
-
-    writer = Thread(target=write, daemon=True)
-    writer.start()
+    lines = asyncio.create_task(_lines(view))
     try:
-        yield
+        yield view.tell
     finally:
-        over.set()
-        writer.join()
+        lines.cancel()
+
+
+async def _lines(view: LiveView) -> None:
+    wait_s = FIRST_LINE_S
+    while True:
+        await asyncio.sleep(wait_s)
+        say(str(view))
+        wait_s = min(2 * wait_s, MOST_S)

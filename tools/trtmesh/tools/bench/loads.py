@@ -15,7 +15,7 @@ from trtmesh.tools.bench.record import Load, Plan
 KINDS = ("constant", "poisson", "gamma")
 """Of arrivals at a rate."""
 
-_RAMP = re.compile(r"([\d.]+)\.\.([\d.]+)@([\d.]+)s?(?::(linear|exponential))?")
+_RAMP = re.compile(r"([\d.]+)\.\.([\d.]+)@([\d.]+)s?")
 
 
 def planned(plans: Sequence[Plan], load: Load, seed: int) -> Sequence[Plan]:
@@ -48,13 +48,9 @@ def times_of(load: Load, seed: int) -> Iterator[float]:
     match load.kind:
         case "constant":
             return (number / rate for number in count())
-        case "poisson":
-            gaps: Iterator[float] = (draw.expovariate(rate) for _ in repeat(None))
-            return accumulate(gaps)
-        case "gamma":
-            shape = float(load.shape["burstiness"])
-            gaps = (draw.gammavariate(shape, 1 / (rate * shape)) for _ in repeat(None))
-            return accumulate(gaps)
+        case "poisson" | "gamma":
+            shape = float(load.shape.get("burstiness", 1.0))
+            return accumulate(draw.gammavariate(shape, 1 / (rate * shape)) for _ in repeat(None))
         case "ramp":
             return _ramp(rate, load)
     raise ValueError(load.kind)
@@ -63,34 +59,21 @@ def times_of(load: Load, seed: int) -> Iterator[float]:
 def _ramp(rate: float, load: Load) -> Iterator[float]:
     """The n-th request is sent when the integral of the rate is n; after the ramp the last rate is kept."""
     last, over_s = float(load.shape["to"]), float(load.shape["over_s"])
-    if load.shape["curve"] == "linear" or rate == last:
-        slope = (last - rate) / over_s
-        sent = (rate + last) / 2 * over_s
-
-        def time_of(number: float) -> float:
+    slope, sent = (last - rate) / over_s, (rate + last) / 2 * over_s
+    for number in count():
+        if number > sent:
+            yield over_s + (number - sent) / last
+        else:
             # The smaller root, in the form that has no difference of near numbers.
-            return 2 * number / (rate + math.sqrt(max(0.0, rate * rate + 2 * slope * number)))
-    else:
-        growth = math.log(last / rate) / over_s
-        sent = (last - rate) / growth
-
-        def time_of(number: float) -> float:
-            return math.log1p(growth * number / rate) / growth
-
-    return (
-        time_of(number) if number <= sent else over_s + (number - sent) / last for number in count()
-    )
+            yield 2 * number / (rate + math.sqrt(max(0.0, rate * rate + 2 * slope * number)))
 
 
 def read_ramp(text: str) -> Load:
     """`1..20@60s`, requests per second from the first to the last rate over the time. Raises SettingsError."""
     if (match := _RAMP.fullmatch(text)) is None:
-        raise SettingsError(
-            f"is {text!r} but must be like 1..20@60s or 1..20@60s:exponential", setting="--ramp"
-        )
-    first, last, over_s = (_positive(each, "--ramp") for each in match.groups()[:3])
-    shape = {"to": last, "over_s": over_s, "curve": match[4] or "linear"}
-    return Load("ramp", rate=first, shape=shape)
+        raise SettingsError(f"is {text!r} but must be like 1..20@60s", setting="--ramp")
+    first, last, over_s = (_positive(each, "--ramp") for each in match.groups())
+    return Load("ramp", rate=first, shape={"to": last, "over_s": over_s})
 
 
 def read_numbers(text: str, setting: str) -> Sequence[float]:

@@ -102,6 +102,7 @@ ITL = Measure(
 GAP = Measure(
     "inter_chunk_latency", "gap", "ms",
     "time between neighbouring chunks, the gaps of all answers together (vLLM's ITL)", gaps_ms)
+LONGEST_GAP = Measure("longest_gap", "longest gap", "ms", "longest gap of each answer", longest_gap_ms)
 
 MEASURES: Sequence[Measure] = (
     TTFT,
@@ -111,7 +112,7 @@ MEASURES: Sequence[Measure] = (
     TPOT,
     ITL,
     GAP,
-    Measure("longest_gap", "longest gap", "ms", "longest gap of each answer", longest_gap_ms),
+    LONGEST_GAP,
     Measure(
         "normalized_time_per_output_token", "normalized", "ms", "E2E / output tokens of each answer", normalized_ms),
     Measure(

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -15,12 +21,24 @@ from typing import TYPE_CHECKING
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.cli.output import say, say_error
 from trtmesh.cli.session import FAILED, OK
-from trtmesh.tools.bench.driver import MOST_OPEN, Driver, chains_of
+from trtmesh.tools.bench.driver import MOST_OPEN, Driver, Job, answers_of, chains_of
 from trtmesh.tools.bench.echo import echo
 from trtmesh.tools.bench.live import live_view
 from trtmesh.tools.bench.loads import planned
-from trtmesh.tools.bench.processes import Job, sending
-from trtmesh.tools.bench.record import Answer, Echo, Header, Line, Load, Plan, Prompt, Run, RunEnd
+from trtmesh.tools.bench.options import ClientOptions
+from trtmesh.tools.bench.processes import Sending, sending
+from trtmesh.tools.bench.record import (
+    Answer,
+    Echo,
+    Header,
+    Line,
+    Load,
+    Plan,
+    Prompt,
+    Run,
+    RunEnd,
+    without_secrets,
+)
 from trtmesh.tools.bench.run_file import RunFile
 from trtmesh.tools.bench.server_metrics import ServerMetrics
 from trtmesh.tools.bench.targets.opening import CONNECT_SECONDS, connect, opened
@@ -42,19 +60,11 @@ class Setup:
     connecting: Connecting
     workload: str
     """In words, for the record."""
+    client: ClientOptions
     seed: int = 0
-    command: str = ""
-    connections: int = 1
-    """Of each process."""
-    processes: int = 1
-    echoes: bool = False
-    """Whether the client's own cost is measured first."""
     warmup: int = 0
     """Plans at the beginning of the workload that are sent before the run, and are in no figure."""
     duration_s: float | None = None
-    timeout_s: float | None = None
-    """Of a request."""
-    keeps_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,40 +85,62 @@ class Watch:
         return OK
 
 
-@dataclass(slots=True)
-class _Recorded:
-    record: RunFile | None
-    show: Callable[[Line], None]
-    answers: list[Answer] = field(default_factory=list)
-
-    def tell(self, line: Line) -> None:
-        if isinstance(line, Answer):
-            self.answers.append(line)
-        if self.record:
-            self.record.write(line)
-        self.show(line)
+@asynccontextmanager
+async def watching(client: ClientOptions) -> AsyncIterator[Watch]:
+    """The record and the metrics. Raises SettingsError where one of them cannot be."""
+    metrics = ServerMetrics(client.metrics) if client.metrics else None
+    if metrics:
+        await metrics.check()
+    with RunFile(client.record) if client.record else nullcontext() as file:
+        yield Watch(file, metrics=metrics)
 
 
 async def measure(setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch) -> Run:
     """Sends the plans under the load. Ctrl-C, which cancels the task, ends the run once it sends; then it has the
     answers so far."""
-    with live_view(load, sum(len(plan.prompts) for plan in plans[setup.warmup :])) as show:
-        return await _measured(setup, load, plans, watch, _Recorded(watch.record, show))
+    warming, measured = plans[: setup.warmup], plans[setup.warmup :]
+    items = sum(len(plan.prompts) for plan in measured)
+    async with live_view(load, items) as show:
+        return await _measured(setup, load, warming, measured, watch, show)
 
 
 async def _measured(
-    setup: Setup, load: Load, plans: Sequence[Plan], watch: Watch, recorded: _Recorded
+    setup: Setup,
+    load: Load,
+    warming: Sequence[Plan],
+    plans: Sequence[Plan],
+    watch: Watch,
+    show: Callable[[Line], None],
 ) -> Run:
-    warming, measured = plans[: setup.warmup], plans[setup.warmup :]
-    job = _job(setup, load, measured)
-    own_cost = await echo(setup.connecting.url.protocol, _expected(load)) if setup.echoes else None
-    async with opened(setup.connecting, setup.connections) as targets:
-        await connect(targets, plans)
-        await _warm_up(targets, warming, load, setup.timeout_s)
+    answers: list[Answer] = []
+
+    def tell(line: Line) -> None:
+        if isinstance(line, Answer):
+            answers.append(line)
+        if watch.record:
+            watch.record.write(line)
+        show(line)
+
+    client, url = setup.client, setup.connecting.url
+    job = Job(
+        chains_of(planned(plans, load, setup.seed)),
+        load.concurrency or MOST_OPEN,
+        setup.duration_s,
+        client.timeout,
+        client.save_texts,
+    )
+    own_cost = await echo(url.protocol, _expected(load)) if client.echo else None
+    async with opened(setup.connecting, client.connections) as targets:
+        await connect(targets, [*warming, *plans])
+        # In a closed loop, and without figures.
+        chains = chains_of(planned(warming, Load("closed"), 0))
+        await answers_of(
+            targets, Job(chains, load.concurrency or len(targets), timeout_s=client.timeout)
+        )
         header = _header(setup, load, own_cost, targets[0].release)
-        recorded.tell(header)
+        tell(header)
         async with (
-            _sending(setup, job, targets, recorded.tell) as sender,
+            _sending(setup, job, targets, tell) as sender,
             _beside(watch.disruptor, sender.clock),
             _beside(watch.metrics, sender.clock),
         ):
@@ -118,26 +150,14 @@ async def _measured(
         ended_s,
         interrupted,
         client_busy=round(sender.busy(), 4),
-        unsent=sum(len(plan.prompts) for plan in measured) - len(recorded.answers),
+        unsent=sum(len(plan.prompts) for plan in plans) - len(answers),
         disruptions=tuple(watch.disruptor.made) if watch.disruptor else (),
     )
     samples = tuple(watch.metrics.samples()) if watch.metrics else ()
     for sample in samples:
-        recorded.tell(sample)
-    recorded.tell(end)
-    return Run(header, tuple(recorded.answers), end, samples)
-
-
-def _job(setup: Setup, load: Load, plans: Sequence[Plan]) -> Job:
-    return Job(
-        setup.connecting,
-        chains_of(planned(plans, load, setup.seed)),
-        most_open=load.concurrency or MOST_OPEN,
-        connections=setup.connections,
-        duration_s=setup.duration_s,
-        timeout_s=setup.timeout_s,
-        keeps_text=setup.keeps_text,
-    )
+        tell(sample)
+    tell(end)
+    return Run(header, tuple(answers), end, samples)
 
 
 def _expected(load: Load) -> int:
@@ -146,35 +166,14 @@ def _expected(load: Load) -> int:
     return load.concurrency or math.ceil(rate)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sender:
-    """Sends a job, by this process or by others."""
-
-    send: Callable[[], Awaitable[None]]
-    clock: Callable[[], float]
-    busy: Callable[[], float]
-
-
-@asynccontextmanager
-async def _sending(
+def _sending(
     setup: Setup, job: Job, targets: Sequence[Target], tell: Callable[[Answer], None]
-) -> AsyncIterator[_Sender]:
-    if setup.processes > 1:
-        async with sending(job, setup.processes, tell) as others:
-            yield _Sender(others.send, others.clock, others.busy)
-        return
-    own = Driver(targets, tell, keeps_text=job.keeps_text, timeout_s=job.timeout_s)
-    send = partial(own.send, job.chains, job.most_open, job.duration_s)
-    yield _Sender(send, own.clock, own.busy)
-
-
-async def _warm_up(
-    targets: Sequence[Target], plans: Sequence[Plan], load: Load, timeout_s: float | None
-) -> None:
-    """In a closed loop, and without figures."""
-    at_once = load.concurrency or len(targets)
-    driver = Driver(targets, lambda _: None, timeout_s=timeout_s)
-    await driver.send(chains_of(planned(plans, Load("closed"), 0)), at_once)
+) -> AbstractAsyncContextManager[Driver | Sending]:
+    """By this process or by others."""
+    client = setup.client
+    if client.processes > 1:
+        return sending(setup.connecting, client.connections, job, client.processes, tell)
+    return nullcontext(Driver(targets, job, tell))
 
 
 async def _is_interrupted(sending: Awaitable[None]) -> bool:
@@ -210,13 +209,13 @@ def _header(setup: Setup, load: Load, own_cost: Echo | None, release: str) -> He
         seed=setup.seed,
         model=setup.connecting.model,
         release=release,
-        command=setup.command,
+        command=without_secrets(["trtmesh", *sys.argv[1:]]),
         tool=version("trtmesh"),
         started_unix_s=time.time(),
         warmup=setup.warmup,
         duration_s=setup.duration_s,
-        connections=setup.connections,
-        processes=setup.processes,
+        connections=setup.client.connections,
+        processes=setup.client.processes,
         echo=own_cost,
     )
 
@@ -244,11 +243,9 @@ async def server_count(connecting: Connecting) -> Count | None:
 
 async def count_tokens(connecting: Connecting, texts: Sequence[str]) -> Sequence[int]:
     """By the server: the prompt tokens of requests of one token. Raises InvalidRequest if it does not tell."""
-    plans = [Plan((Prompt(at, text, max_tokens=1),)) for at, text in enumerate(texts)]
-    answers: list[Answer] = []
+    chains = [[Plan((Prompt(at, text, max_tokens=1),))] for at, text in enumerate(texts)]
     async with opened(connecting, 1) as targets:
-        driver = Driver(targets, answers.append, timeout_s=CONNECT_SECONDS)
-        await driver.send(chains_of(plans), COUNTED_AT_ONCE)
+        answers = await answers_of(targets, Job(chains, COUNTED_AT_ONCE, timeout_s=CONNECT_SECONDS))
     for answer in answers:
         if not answer.ok:
             raise InvalidRequest(f"the server counts no tokens: {answer.error}")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.tls.client import ClientTls
@@ -15,13 +12,8 @@ from trtmesh.cli.option_groups import option
 from trtmesh.cli.session import ApiKeyFileOption
 from trtmesh.cli.tls import CONNECTION, TlsOptions
 from trtmesh.tools.bench.loads import KINDS, read_numbers, read_ramp
-from trtmesh.tools.bench.record import Load, without_secrets
+from trtmesh.tools.bench.record import Load
 from trtmesh.tools.bench.targets.target import Connecting, Url
-
-if TYPE_CHECKING:
-    from trtmesh.tools.bench.measuring import Setup, Watch
-
-LOAD = "Load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +39,33 @@ class TargetOptions:
 class LoadOptions:
     """When requests are sent. One of the first four."""
 
+    PANEL: ClassVar = "Load"
+
     concurrency: str | None = option(
         "Requests at a time, each followed by the next; several with commas are a run each. Default 1.",
         metavar="N[,N...]",
-        panel=LOAD,
     )
     rate: str | None = option(
         "Requests per second at planned times; several with commas are a run each.",
         metavar="R[,R...]",
-        panel=LOAD,
     )
     ramp: str | None = option(
-        "Rates from the first to the last over a time: 1..20@60s, 1..20@60s:exponential.",
-        metavar="R..R@S",
-        panel=LOAD,
+        "Rates from the first to the last over a time: 1..20@60s.", metavar="R..R@S"
     )
-    as_recorded: bool = option(
-        "Send at the times of the trace.", "--as-recorded", default=False, panel=LOAD
-    )
-    speed: float = option("Speed of the trace.", default=1.0, min=1e-6, panel=LOAD)
-    arrivals: str = option(f"Gaps at a --rate: {', '.join(KINDS)}.", default="poisson", panel=LOAD)
+    as_recorded: bool = option("Send at the times of the trace.", "--as-recorded", default=False)
+    speed: float = option("Speed of the trace.", default=1.0, min=1e-6)
+    arrivals: str = option(f"Gaps at a --rate: {', '.join(KINDS)}.", default="poisson")
     burstiness: float = option(
-        "Of gamma: 1 is poisson, less comes in bursts.", default=0.5, min=1e-3, panel=LOAD
+        "Of gamma: 1 is poisson, less comes in bursts.", default=0.5, min=1e-3
     )
     duration: float | None = option(
-        "Seconds after which the run ends; what is under way is cancelled.", min=0.001, panel=LOAD
+        "Seconds after which the run ends; what is under way is cancelled.", min=0.001
     )
     warmup: int = option(
-        "Requests before the run, without figures: the first of the workload.",
-        default=0,
-        min=0,
-        panel=LOAD,
+        "Requests before the run, without figures: the first of the workload.", default=0, min=0
     )
 
-    batch: int = option(
-        "Prompts of a request; only grpc:// takes several.", default=1, min=1, panel=LOAD
-    )
+    batch: int = option("Prompts of a request; only grpc:// takes several.", default=1, min=1)
 
     def loads(self) -> list[Load]:
         """One of each run. Raises SettingsError."""
@@ -132,31 +115,3 @@ class ClientOptions:
         metavar="URL",
     )
     save_texts: bool = option("Keep texts in the record.", "--save-texts", default=False)
-
-    def setup(self, connecting: Connecting, workload: str, seed: int) -> Setup:
-        from trtmesh.tools.bench.measuring import Setup
-
-        return Setup(
-            connecting,
-            workload,
-            seed,
-            command=without_secrets(["trtmesh", *sys.argv[1:]]),
-            connections=self.connections,
-            processes=self.processes,
-            echoes=self.echo,
-            timeout_s=self.timeout,
-            keeps_text=self.save_texts,
-        )
-
-    @asynccontextmanager
-    async def watch(self) -> AsyncIterator[Watch]:
-        """The record and the metrics. Raises SettingsError where one of them cannot be."""
-        from trtmesh.tools.bench.measuring import Watch
-        from trtmesh.tools.bench.run_file import RunFile
-        from trtmesh.tools.bench.server_metrics import ServerMetrics
-
-        metrics = ServerMetrics(self.metrics) if self.metrics else None
-        if metrics:
-            await metrics.check()
-        with RunFile(self.record) if self.record else nullcontext() as file:
-            yield Watch(file, metrics=metrics)

@@ -11,13 +11,12 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-import orjson
 from pydantic import TypeAdapter
 from trtmesh.chassis.errors import StartupError
-from trtmesh.tools.bench.driver import MOST_OPEN, Driver
-from trtmesh.tools.bench.record import Answer, Plan
+from trtmesh.tools.bench.driver import Driver, Job
+from trtmesh.tools.bench.record import Answer
 from trtmesh.tools.bench.run_file import as_line, parse_line
 from trtmesh.tools.bench.targets.opening import connect, opened
 from trtmesh.tools.bench.targets.target import Connecting
@@ -29,30 +28,21 @@ END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a process sends."""
+class _Share:
+    """What a process sends, and over which connections."""
 
     connecting: Connecting
-    chains: Sequence[Sequence[Plan]]
-    most_open: int = MOST_OPEN
-    connections: int = 1
-    duration_s: float | None = None
-    timeout_s: float | None = None
-    keeps_text: bool = False
-
-    def split(self, count: int) -> Sequence[Job]:
-        """Chains in turn, and shares of the requests at a time, one at least."""
-        return [
-            replace(
-                self,
-                chains=self.chains[at::count],
-                most_open=max(1, (self.most_open + count - 1 - at) // count),
-            )
-            for at in range(count)
-        ]
+    connections: int
+    job: Job
 
 
-_JOB = TypeAdapter(Job)
+_SHARE = TypeAdapter(_Share)
+
+
+def _share(job: Job, count: int, at: int) -> Job:
+    """Chains in turn, and a share of the requests at a time, one at least."""
+    most_open = max(1, (job.most_open + count - 1 - at) // count)
+    return replace(job, chains=job.chains[at::count], most_open=most_open)
 
 
 class Sending:
@@ -106,14 +96,18 @@ class Sending:
 
 @asynccontextmanager
 async def sending(
-    job: Job, count: int, on_answer: Callable[[Answer], object]
+    connecting: Connecting,
+    connections: int,
+    job: Job,
+    count: int,
+    on_answer: Callable[[Answer], object],
 ) -> AsyncIterator[Sending]:
-    """Starts the processes, which connect. They end with the block."""
+    """Starts the processes, each with so many connections. They end with the block."""
     processes: list[asyncio.subprocess.Process] = []
     try:
-        for share in job.split(count):
-            process = await _start(share)
-            processes.append(process)
+        for at in range(count):
+            share = _Share(connecting, connections, _share(job, count, at))
+            processes.append(await _start(share))
         for process in processes:
             assert process.stdout
             if await process.stdout.readline() != b"ready\n":
@@ -126,7 +120,7 @@ async def sending(
             await process.wait()
 
 
-async def _start(job: Job) -> asyncio.subprocess.Process:
+async def _start(share: _Share) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "trtmesh.tools.bench.processes"),
         stdin=asyncio.subprocess.PIPE,
@@ -136,7 +130,7 @@ async def _start(job: Job) -> asyncio.subprocess.Process:
         process_group=0,
     )
     assert process.stdin
-    process.stdin.write(orjson.dumps(asdict(job), default=str) + b"\n")
+    process.stdin.write(_SHARE.dump_json(share) + b"\n")
     await process.stdin.drain()
     return process
 
@@ -145,20 +139,14 @@ async def _run() -> None:
     loop = asyncio.get_running_loop()
     told = asyncio.StreamReader(limit=LONGEST_LINE)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), sys.stdin)
-    job = _JOB.validate_json(await told.readline())
-    async with opened(job.connecting, job.connections) as targets:
-        await connect(targets, [plan for chain in job.chains[:1] for plan in chain])
+    share = _SHARE.validate_json(await told.readline())
+    async with opened(share.connecting, share.connections) as targets:
+        await connect(targets, [plan for chain in share.job.chains[:1] for plan in chain])
         _tell(b"ready\n")
         if not (start := await told.readline()):
             return
-        driver = Driver(
-            targets,
-            lambda answer: _tell(as_line(answer)),
-            started=float(start),
-            keeps_text=job.keeps_text,
-            timeout_s=job.timeout_s,
-        )
-        task = asyncio.create_task(driver.send(job.chains, job.most_open, job.duration_s))
+        driver = Driver(targets, share.job, lambda answer: _tell(as_line(answer)), float(start))
+        task = asyncio.create_task(driver.send())
         ended = asyncio.create_task(told.read())
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
         for each in (task, ended):

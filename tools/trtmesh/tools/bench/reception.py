@@ -72,8 +72,12 @@ class Reception:
         self._clock = clock
         self._keeps_text = keeps_text or bool(plan.session)
         self._items = [_Item() for _ in plan.prompts]
+        self._due_s = due_s
         self._sent_s = clock()
-        self._due_s = self._sent_s if due_s is None else due_s
+
+    def sent(self) -> None:
+        """The request is made, and goes out now."""
+        self._sent_s = self._clock()
 
     def chunk(
         self,
@@ -171,7 +175,7 @@ class Reception:
             index=plan.prompts[batch_index].index,
             batch_index=batch_index,
             request_id=self.request_id,
-            planned_s=_microseconds(self._due_s),
+            planned_s=_microseconds(self._sent_s if self._due_s is None else self._due_s),
             sent_s=_microseconds(self._sent_s),
             ended_s=_microseconds(item.ended_s),
             outcome=item.outcome,

@@ -6,6 +6,7 @@ on the wall.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,11 @@ class Answer:
     def lag_s(self) -> float:
         """How late the client sent it."""
         return self.sent_s - self.planned_s
+
+    @property
+    def busy_s(self) -> float:
+        """How long it was under way."""
+        return self.ended_s - self.sent_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +238,6 @@ class Run:
     def is_interrupted(self) -> bool:
         return self.end is not None and self.end.interrupted
 
-    @property
-    def lags_s(self) -> tuple[float, ...]:
-        """How late each item was sent."""
-        return tuple(answer.lag_s for answer in self.answers)
-
     def count(self, outcome: AnswerOutcome) -> int:
         return sum(answer.outcome is outcome for answer in self.answers)
 
@@ -247,10 +248,4 @@ Line = Header | Answer | MetricsSample | RunEnd
 
 def without_secrets(arguments: Sequence[str]) -> str:
     """A command line to show; keys are never on one, and user information of URLs is removed."""
-    return shlex.join(_without_user(each) for each in arguments)
-
-
-def _without_user(argument: str) -> str:
-    scheme, mark, rest = argument.partition("://")
-    authority, slash, path = rest.partition("/")
-    return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}" if mark else argument
+    return shlex.join(re.sub("://[^/]*@", "://", each) for each in arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 from trtmesh.chassis.errors import SettingsError
@@ -19,22 +19,21 @@ from trtmesh.tools.bench.slo import parse_slos
 if TYPE_CHECKING:
     from trtmesh.tools.bench.figures import Report
 
-PANEL = "Reports"
-
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
     """What is reported, beside the tables, and by which limits."""
 
+    PANEL: ClassVar = "Reports"
+
     slo: list[str] | None = option(
         "Limits in milliseconds that a good answer keeps, as 'ttft:200 tpot:30'; also itl, e2e and gap, the longest"
         " gap. Repeatable.",
         metavar="NAME:MS",
-        panel=PANEL,
     )
-    html: Path | None = option("Write a page with plots to this file.", panel=PANEL)
-    json: Path | None = option("Write JSON with aiperf's tags to this file.", panel=PANEL)
-    csv: Path | None = option("Write a row for each figure to this file.", panel=PANEL)
+    html: Path | None = option("Write a page with plots to this file.")
+    json: Path | None = option("Write JSON with aiperf's tags to this file.")
+    csv: Path | None = option("Write a row for each figure to this file.")
 
     def check(self) -> None:
         """Raises before a run what would be raised behind it: SettingsError, StartupError."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from trtmesh.cli.option_groups import grouped
 from trtmesh.cli.session import run
-from trtmesh.tools.bench.disruption_options import DisruptionOptions
+from trtmesh.tools.bench.faults import DisruptionOptions
 from trtmesh.tools.bench.options import ClientOptions, LoadOptions, TargetOptions
 from trtmesh.tools.bench.report import ReportOptions
 from trtmesh.tools.bench.targets.target import FORMS

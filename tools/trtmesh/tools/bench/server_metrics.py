@@ -30,15 +30,15 @@ class ServerMetrics:
         self.problems: list[str] = []
         """Of each reading that failed."""
         self._url = url
-        self._held: list[tuple[float, bytes]] = []
+        self._held: list[tuple[float, str]] = []
 
     async def check(self) -> None:
         """Raises SettingsError for a URL without metrics."""
-        async with _session() as session:
-            try:
-                parsed(self.source, 0.0, await _read(session, self._url))
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-                raise SettingsError(f"{self.source}: {_why(error)}", setting=OPTION) from error
+        (page,) = await read_pages([self._url], OPTION)
+        try:
+            parsed(self.source, 0.0, page)
+        except ValueError as error:
+            raise SettingsError(f"{self.source}: {error}", setting=OPTION) from error
 
     async def run(self, clock: Callable[[], float]) -> None:
         """Reads each second by the clock of the run; is cancelled when the run ends."""
@@ -49,21 +49,18 @@ class ServerMetrics:
                     text = await _read(session, self._url)
                     self._held.append((clock(), text))
                     held += len(text)
-                except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-                    self.problems.append(_why(error))
+                except ValueError as error:
+                    self.problems.append(str(error))
                 await asyncio.sleep(PERIOD_SECONDS)
         self.problems.append(f"no reading was kept beyond {MOST_HELD_BYTES >> 20} MiB")
 
-    def samples(self) -> Sequence[MetricsSample]:
+    def samples(self) -> Iterator[MetricsSample]:
         """Of the last run."""
-        return [*self._samples()]
-
-    def _samples(self) -> Iterator[MetricsSample]:
         for at_s, text in self._held:
             try:
                 yield parsed(self.source, at_s, text)
             except ValueError as error:
-                self.problems.append(_why(error))
+                self.problems.append(str(error))
 
 
 async def read_pages(urls: Sequence[str], setting: str) -> list[str]:
@@ -72,39 +69,39 @@ async def read_pages(urls: Sequence[str], setting: str) -> list[str]:
         pages = []
         for url in urls:
             try:
-                pages.append((await _read(session, url)).decode())
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                pages.append(await _read(session, url))
+            except ValueError as error:
                 raise SettingsError(
-                    f"{without_secrets([url])}: {_why(error)}", setting=setting
+                    f"{without_secrets([url])}: {error}", setting=setting
                 ) from error
         return pages
 
 
-async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
-    async with session.get(url, headers={"Accept": "text/plain"}) as response:
-        if response.status != 200:
-            raise ValueError(f"HTTP {response.status}")
-        text = bytearray()
-        async for part in response.content.iter_any():
-            text += part
-            if len(text) > MOST_BYTES:
-                raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
-        return bytes(text)
+async def _read(session: aiohttp.ClientSession, url: str) -> str:
+    """Raises ValueError."""
+    text = bytearray()
+    try:
+        async with session.get(url, headers={"Accept": "text/plain"}) as response:
+            if response.status != 200:
+                raise ValueError(f"HTTP {response.status}")
+            async for part in response.content.iter_any():
+                text += part
+                if len(text) > MOST_BYTES:
+                    raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    return text.decode()
 
 
 def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=READ_SECONDS))
 
 
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def parsed(source: str, at_s: float, text: bytes) -> MetricsSample:
+def parsed(source: str, at_s: float, text: str) -> MetricsSample:
     """Without buckets and quantiles, which have no sum. Raises ValueError for what is no metrics."""
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}
-    for family in text_string_to_metric_families(text.decode()):
+    for family in text_string_to_metric_families(text):
         sums = family.type in ("counter", "histogram", "summary")
         for sample in family.samples:
             if sample.name.endswith(("_bucket", "_created")) or "quantile" in sample.labels:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import SettingsError, StartupError, TrtmeshError
 from trtmesh.cli.output import put, say, say_error
 from trtmesh.cli.session import FAILED, INTERRUPTED, OK
-from trtmesh.tools.bench.disruption_options import DisruptionOptions
 from trtmesh.tools.bench.echo import ClientTooSlow, check_client
-from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server_count
+from trtmesh.tools.bench.faults import DisruptionOptions
+from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server_count, watching
 from trtmesh.tools.bench.options import ClientOptions, LoadOptions, TargetOptions
 from trtmesh.tools.bench.record import AnswerOutcome, Load, Plan, Run
 from trtmesh.tools.bench.report import ReportOptions
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
+
+if TYPE_CHECKING:
+    from trtmesh.tools.bench.disruptions import Faults
 
 
 async def served(
@@ -29,22 +33,18 @@ async def served(
     seed: int,
 ) -> int:
     reports.check()
-    given = disruption.undisturbed()
-    setup = replace(
-        client.setup(connection.connecting(target), str(workload), seed),
-        warmup=load.warmup,
-        duration_s=load.duration,
-    )
-    if load.batch > 1 and setup.connecting.url.protocol != "grpc":
+    disruption.faults()
+    connecting = connection.connecting(target)
+    if load.batch > 1 and connecting.url.protocol != "grpc":
         raise SettingsError("is for grpc:// alone", setting="--batch")
+    setup = Setup(connecting, str(workload), client, seed, load.warmup, load.duration)
     loads = load.loads()
-    count = await server_count(setup.connecting)
-    plans = batched(await workload.plans(setup.seed, count), load.batch)
+    plans = batched(await workload.plans(seed, await server_count(connecting)), load.batch)
     runs: list[Run] = []
-    async with client.watch() as watch:
+    async with watching(client) as watch:
         ended = OK
         try:
-            await _sweep(runs, setup, loads, plans, watch, disruption, given)
+            await _sweep(runs, setup, loads, plans, watch, disruption)
         except asyncio.CancelledError:
             ended = INTERRUPTED
         except (TrtmeshError, StartupError) as error:
@@ -62,23 +62,24 @@ async def _sweep(
     plans: Sequence[Plan],
     watch: Watch,
     disruption: DisruptionOptions,
-    given: Run | None,
 ) -> None:
     """Adds a run for each load, with faults behind the undisturbed one, and compares both. Ctrl-C ends it."""
-    undisturbed = given
+    turns: list[Faults | None] = [None]
+    if disruption.disrupt:
+        # Needs psutil.
+        from trtmesh.tools.bench.disruptions import faults_of
+
+        turns.append(faults_of(disruption, setup.connecting.url, setup.seed))
     for load in loads:
-        for faults in disruption.turns(setup.connecting.url, setup.seed):
-            measured = await measure(setup, load, plans, replace(watch, disruptor=faults))
-            runs.append(measured)
-            if faults is None:
-                undisturbed = given or measured
-            elif undisturbed:
+        for faults in turns:
+            runs.append(await measure(setup, load, plans, replace(watch, disruptor=faults)))
+            if faults:
                 # Needs numpy.
                 from trtmesh.tools.bench.survival import shown, survival
 
-                for line in shown(survival(measured, undisturbed)):
+                for line in shown(survival(runs[-1], undisturbed=runs[-2])):
                     put(line)
-            if measured.is_interrupted:
+            if runs[-1].is_interrupted:
                 return
 
 

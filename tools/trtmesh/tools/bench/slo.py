@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench.measures import (
-    duration_s,
-    first_token_ms,
-    itl_ms,
-    latency_ms,
-    longest_gap_ms,
-    tpot_ms,
-)
+from trtmesh.tools.bench.measures import E2E, ITL, LONGEST_GAP, TPOT, TTFT, Measure, duration_s
 from trtmesh.tools.bench.record import Answer, AnswerOutcome
 
 
@@ -26,7 +19,7 @@ class Slo:
     limit_ms: float
 
     def is_met(self, answer: Answer) -> bool:
-        if values := SLO_MEASURES[self.name](answer):
+        if values := SLO_MEASURES[self.name].of(answer):
             return all(value <= self.limit_ms for value in values)
         # Without a second token there is no time between tokens to be late; without a first the answer never came, and
         # where nobody counted the tokens, their times are unknown.
@@ -34,13 +27,9 @@ class Slo:
         return bool(answer.arrivals_s) and self.name != "ttft" and is_known
 
 
-SLO_MEASURES: Mapping[str, Callable[[Answer], Sequence[float]]] = {
-    "ttft": first_token_ms,
-    "tpot": tpot_ms,
-    "itl": itl_ms,
-    "e2e": latency_ms,
-    "gap": longest_gap_ms,
-}
+SLO_MEASURES: Mapping[str, Measure] = {
+    "ttft": TTFT, "tpot": TPOT, "itl": ITL, "e2e": E2E, "gap": LONGEST_GAP,
+}  # fmt: skip
 
 
 def is_good(answer: Answer, slos: Sequence[Slo]) -> bool:

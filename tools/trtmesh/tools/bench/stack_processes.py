@@ -1,31 +1,27 @@
 """The processes of a stack that `trtmesh up` started on this machine, and signals to them.
 
-A process is only signalled while it is what was found: a child of the stack's own process, of this user, with the
-command line of a service. A handle of the kernel, not its number, names it, so that none which took a number over is
-ever hit.
+Only a child of the stack's own process, of this user, with the command line of a service is ever signalled, and psutil
+makes sure that no other one has taken its number over.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.stacks import RunningStack, running_stacks
-
-PROC = Path("/proc")
-SERVICES = ("engine", "router", "tokenizer")
+from trtmesh.tools.bench.faults import SERVICES
 
 
 @dataclass(frozen=True, slots=True)
 class StackProcess:
     """A service of a stack."""
 
-    pid: int
+    process: psutil.Process
     service: str
     name: str
     """An engine's name; of others the service."""
@@ -33,62 +29,39 @@ class StackProcess:
 
 def processes_of(stack: RunningStack) -> list[StackProcess]:
     """The living processes of the services, in the order of their start."""
-    pids = (int(each.name) for each in PROC.iterdir() if each.name.isdigit())
-    return [found for pid in sorted(pids) if (found := _service_of(pid, stack))]
+    with suppress(psutil.NoSuchProcess):
+        children = sorted(psutil.Process(stack.pid).children(), key=lambda each: each.pid)
+        return [service for each in children for service in _service_of(each)]
+    return []
 
 
-def _service_of(pid: int, stack: RunningStack) -> StackProcess | None:
-    """None for a process that is no service of the stack, or has ended."""
-    with suppress(OSError):
-        folder = PROC / str(pid)
-        # The name of a program stands in brackets, and may have any characters.
-        state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-        if folder.stat().st_uid != os.getuid() or int(parent) != stack.pid or state == "Z":
-            return None
-        words = (folder / "cmdline").read_text(errors="replace").split("\0")
+def _service_of(process: psutil.Process) -> Iterator[StackProcess]:
+    with suppress(psutil.Error):
+        words = process.cmdline()
+        if process.uids().real != os.getuid() or "-m" not in words:
+            return
+        module = words[words.index("-m") + 1]
         for service in SERVICES:
-            if "-m" in words and words[words.index("-m") + 1] == f"trtmesh.{service}":
+            if module == f"trtmesh.{service}":
                 has_name = "--worker" in words
                 name = words[words.index("--worker") + 1] if has_name else service
-                return StackProcess(pid, service, name)
-    return None
+                yield StackProcess(process, service, name)
 
 
 @contextmanager
-def _handle(process: StackProcess, stack: RunningStack) -> Iterator[int]:
-    """Raises ProcessLookupError unless it is still the same."""
-    handle = os.pidfd_open(process.pid)
+def frozen(process: psutil.Process) -> Iterator[None]:
+    """Stops it for the length of the block. Raises psutil.NoSuchProcess for one that has ended."""
+    process.suspend()
     try:
-        if _service_of(process.pid, stack) != process:
-            raise ProcessLookupError(process.pid)
-        yield handle
+        yield
     finally:
-        os.close(handle)
-
-
-def kill(process: StackProcess, stack: RunningStack) -> None:
-    """As the kernel does when memory is short. Raises ProcessLookupError for one that has ended."""
-    with _handle(process, stack) as handle:
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-
-
-@contextmanager
-def frozen(process: StackProcess, stack: RunningStack) -> Iterator[None]:
-    """Stops it for the length of the block. Raises ProcessLookupError for one that has ended."""
-    with _handle(process, stack) as handle:
-        signal.pidfd_send_signal(handle, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGCONT)
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def stack_of(router: str, asked: str | None) -> RunningStack:
     """The stack with the admin address `asked`, else the one whose router is measured: no other is ever disturbed.
     Raises SettingsError."""
-    if not hasattr(os, "pidfd_open"):
-        raise SettingsError("needs Linux, whose processes it can name safely", setting="--disrupt")
     stacks = running_stacks()
     for stack in stacks:
         if asked in (stack.admin, stack.router) if asked else stack.router == router:

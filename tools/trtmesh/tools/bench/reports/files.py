@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 from trtmesh.tools.bench.figures import TOTALS, Figures, Report
-from trtmesh.tools.bench.intervals import STATISTICS, Interval
+from trtmesh.tools.bench.intervals import STATISTICS
 from trtmesh.tools.bench.measures import MEASURES
-from trtmesh.tools.bench.pools import PERCENTS, Distribution
+from trtmesh.tools.bench.pools import PERCENTS
 
 SCHEMA_VERSION = "1.0"
 
@@ -53,26 +53,17 @@ def metrics(figures: Figures) -> Iterator[tuple[str, dict[str, Any]]]:
     """By tag, the ones without a value left out."""
     for measure in MEASURES:
         if seen := figures.distributions.get(measure.tag):
-            yield measure.tag, _distribution(measure.unit, seen, figures.intervals[measure.tag])
+            own = asdict(seen)
+            percentiles = {
+                f"p{percent}": value for percent, value in own.pop("percentiles").items()
+            }
+            intervals = {
+                name: [each.low, each.high] for name, each in figures.intervals[measure.tag].items()
+            }
+            yield measure.tag, {"unit": measure.unit, **own, **percentiles, "intervals": intervals}
     for total in TOTALS:
         if (value := total.of(figures)) is not None:
             yield total.tag, {"unit": total.unit, "avg": value}
-
-
-def _distribution(
-    unit: str, seen: Distribution, intervals: Mapping[str, Interval]
-) -> dict[str, Any]:
-    return {
-        "unit": unit,
-        "avg": seen.avg,
-        **{f"p{percent}": value for percent, value in seen.percentiles.items()},
-        "min": seen.min,
-        "max": seen.max,
-        "std": seen.std,
-        "count": seen.count,
-        "sum": seen.sum,
-        "intervals": {name: [own.low, own.high] for name, own in intervals.items()},
-    }
 
 
 def as_csv(report: Report) -> bytes:

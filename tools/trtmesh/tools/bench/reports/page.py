@@ -14,48 +14,49 @@ from trtmesh.tools.bench.figures import TOTALS, Figures, Report
 from trtmesh.tools.bench.measures import E2E, GAP, MEASURES, STALL_MS, TPOT, TTFT, Measure
 from trtmesh.tools.bench.pools import Values, pool
 from trtmesh.tools.bench.record import Answer, MetricsSample
-from trtmesh.tools.bench.reports.plots import (
-    Band,
-    Mark,
-    Plot,
-    Point,
-    Series,
-    cumulative,
-    histogram,
-    log_edges,
-    svg,
-)
+from trtmesh.tools.bench.reports import plots
+from trtmesh.tools.bench.reports.plots import Band, Plot, Point, Series, cumulative, steps
 from trtmesh.tools.bench.reports.tables import SWEEP_HEADS, between, number, sweep_row
 from trtmesh.tools.bench.saturation import knee, saturation, users_between
 
 SLICES = 120
 MOST_DOTS = 1500
+SECONDS = "seconds since the start"
 
 
-def as_html(report: Report) -> bytes:
-    page = Environment(
+def templates() -> Environment:
+    return Environment(
         loader=PackageLoader("trtmesh.tools.bench.reports", ""),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_visible,
-    ).get_template("page.html")
+        trim_blocks=True,
+    )
+
+
+def as_html(report: Report) -> bytes:
     started = datetime.fromtimestamp(report.runs[0].run.header.started_unix_s, UTC)
-    return page.render(
-        report=report,
-        started=f"{started:%Y-%m-%d %H:%M:%S} UTC",
-        sweep_heads=[head.replace("\n", " ") for head in SWEEP_HEADS],
-        sweep_row=sweep_row,
-        sweep_plots=[*sweep_plots(report)] if report.is_sweep else [],
-        distributions=[*distributions(report)],
-        timeline=timeline,
-        server_plots=server_plots,
-        saturation=saturation,
-        measures=MEASURES,
-        totals=TOTALS,
-        number=number,
-        between=between,
-        svg=svg,
-    ).encode()
+    return (
+        templates()
+        .get_template("page.html")
+        .render(
+            report=report,
+            started=f"{started:%Y-%m-%d %H:%M:%S} UTC",
+            sweep_heads=[head.replace("\n", " ") for head in SWEEP_HEADS],
+            sweep_row=sweep_row,
+            sweep_plots=[*sweep_plots(report)] if report.is_sweep else [],
+            distributions=[*distributions(report)],
+            timeline=timeline,
+            server_plots=server_plots,
+            saturation=saturation,
+            measures=MEASURES,
+            totals=TOTALS,
+            number=number,
+            between=between,
+            plots=plots,
+        )
+        .encode()
+    )
 
 
 def _visible(value: object) -> object:
@@ -66,12 +67,9 @@ def _visible(value: object) -> object:
 def distributions(report: Report) -> Iterator[Plot]:
     for measure in (TTFT, GAP, E2E):
         own = [(run.load, pool(measure, run.run.answers).values) for run in report.runs]
-        edges = log_edges(np.concatenate([values for _, values in own]))
         curves = [Series(load, cumulative(each[each > 0])) for load, each in own]
-        bars = [Series(load, histogram(each, edges), Mark.STEPS) for load, each in own]
         x = f"{measure.name}, {measure.unit}"
         yield Plot(f"{measure.name}, cumulative", x, "% of values", curves, is_log=True)
-        yield Plot(f"{measure.name}, histogram", x, "% of values", bars, is_log=True)
 
 
 def sweep_plots(report: Report) -> Iterator[Plot]:
@@ -95,7 +93,8 @@ def _against_throughput(report: Report, measure: Measure, percent: int) -> Serie
         f"{_load_label(load)}{', knee' if number == bend else ''}"
         for number, (_, _, load) in enumerate(found)
     ]
-    return Series(f"p{percent}", points, Mark.LINE_AND_DOTS, labels if percent == 50 else ())
+    shown = labels if percent == 50 else ()
+    return Series(f"p{percent}", points, has_dots=True, labels=shown)
 
 
 def _bands(run: Figures) -> Sequence[Band]:
@@ -120,23 +119,14 @@ def timeline(run: Figures) -> Sequence[Plot]:
         if each.ok and len(each.arrivals_s) > 1
         for before, after in [max(pairwise(each.arrivals_s), key=lambda pair: pair[1] - pair[0])]
     ]
-    plots = (
-        ("Requests under way", "requests", Series("requests", _steps(edges, users), Mark.STEPS)),
-        (
-            "Tokens received",
-            "tokens per second",
-            Series("tokens", _steps(edges, tokens), Mark.STEPS),
-        ),
-        ("TTFT by planned time", "ms", Series("TTFT", _most(first), Mark.DOTS)),
-        (
-            f"Longest gap of each answer, by its end; {sum(gap > STALL_MS for _, gap in gaps)} over 1 s",
-            "ms",
-            Series("longest gap", _most(gaps), Mark.DOTS),
-        ),
+    stalls = sum(gap > STALL_MS for _, gap in gaps)
+    found = (
+        ("Requests under way", "requests", Series("requests", steps(edges, users))),
+        ("Tokens received", "tokens per second", Series("tokens", steps(edges, tokens))),
+        ("TTFT by planned time", "ms", _dots("TTFT", first)),
+        (f"Longest gap of each answer, by its end; {stalls} over 1 s", "ms", _dots("gap", gaps)),
     )
-    return [
-        Plot(title, "seconds since the start", y, [series], bands) for title, y, series in plots
-    ]
+    return [Plot(title, SECONDS, y, [series], bands) for title, y, series in found]
 
 
 def server_plots(run: Figures) -> Sequence[Plot]:
@@ -157,7 +147,7 @@ def server_plots(run: Figures) -> Sequence[Plot]:
         *((name, _values(samples, name)) for name in gauges),
     ]
     return [
-        Plot(title, "seconds since the start", "", [Series(title, points)], bands)
+        Plot(title, SECONDS, "", [Series(title, points)], bands)
         for title, points in sorted(found)
         if len({value for _, value in points}) > 1
     ]
@@ -193,17 +183,13 @@ def _tokens_between(answers: Sequence[Answer], edges: Values) -> Values:
     return np.histogram(arrivals, edges, weights=tokens)[0].astype(np.float64)
 
 
-def _steps(edges: Values, values: Values) -> Sequence[tuple[float, float]]:
-    return [*zip(edges.tolist(), [*values.tolist(), float(values[-1])], strict=True)]
-
-
-def _most(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+def _dots(name: str, points: Sequence[Point]) -> Series:
     """Of many points the highest, and an even choice of the others."""
-    if len(points) <= MOST_DOTS:
-        return points
-    by_height = sorted(points, key=lambda point: -point[1])
-    highest, others = by_height[: MOST_DOTS // 2], by_height[MOST_DOTS // 2 :]
-    return [*highest, *others[:: -(-2 * len(others) // MOST_DOTS)]]
+    if len(points) > MOST_DOTS:
+        by_height = sorted(points, key=lambda point: -point[1])
+        highest, others = by_height[: MOST_DOTS // 2], by_height[MOST_DOTS // 2 :]
+        points = [*highest, *others[:: -(-2 * len(others) // MOST_DOTS)]]
+    return Series(name, points, has_line=False, has_dots=True)
 
 
 def _load_label(load: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
+import orjson
 from trtmesh.tools.bench.reception import Reception
 from trtmesh.tools.bench.record import Plan
 from trtmesh.tools.bench.targets.http import HttpServer, http_server, parsed
@@ -23,7 +24,7 @@ class GenerateStreamTarget:
     async def answer(self, plan: Plan, reception: Reception) -> None:
         (prompt,) = plan.prompts
         given = {"input_ids": prompt.ids} if prompt.ids else {"text_input": prompt.whole_text}
-        body = {
+        asked = {
             **given,
             "max_tokens": prompt.max_tokens,
             "stream": True,
@@ -32,7 +33,8 @@ class GenerateStreamTarget:
             **dict.fromkeys(COUNTS, True),
             **tensor_options(prompt),
         }
-        counts = TokenCounts()
+        body, counts = orjson.dumps(asked), TokenCounts()
+        reception.sent()
         events = self._server.events(self._path, body)
         async with aclosing(events):
             async for event in events:

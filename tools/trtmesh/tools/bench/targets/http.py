@@ -43,11 +43,10 @@ class HttpServer:
         self._session = session
         self._server_name = connecting.tls.server_name or None if connecting.tls else None
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def events(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
         """The data of each server-sent event, until the end of the answer. Raises TrtmeshError."""
-        data = orjson.dumps(body)
         with self._explained():
-            async with self._request("POST", path, data=data) as response:
+            async with self._request("POST", path, data=body) as response:
                 if response.content_type != "text/event-stream":
                     raise InvalidRequest(
                         f"the answer is {response.content_type}, not a stream: {await _shown(response)}"

@@ -41,6 +41,7 @@ class KserveTarget:
             [[*prompt.ids] if prompt.ids else prompt.whole_text],
             Inputs(self._options(prompt)),
         )
+        reception.sent()
         responses = TritonResponses(reception, accumulates=self.model.accumulates)
         if not self.streams:
             responses.add(await self.connection.infer(request))

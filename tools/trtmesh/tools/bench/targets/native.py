@@ -25,11 +25,9 @@ class NativeTarget:
     release: str = ""
 
     async def answer(self, plan: Plan, reception: Reception) -> None:
-        events = self.client.generate(
-            [_item(prompt) for prompt in plan.prompts],
-            request_id=reception.request_id,
-            model=self.model,
-        )
+        items = [_item(prompt) for prompt in plan.prompts]
+        reception.sent()
+        events = self.client.generate(items, request_id=reception.request_id, model=self.model)
         async with aclosing(events):
             async for event in events:
                 at = event.batch_index

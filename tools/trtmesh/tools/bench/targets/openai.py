@@ -28,7 +28,9 @@ class OpenAiTarget:
 
     async def answer(self, plan: Plan, reception: Reception) -> None:
         (prompt,) = plan.prompts
-        events = self._server.events(self._path, self._body(prompt))
+        body = orjson.dumps(self._body(prompt))
+        reception.sent()
+        events = self._server.events(self._path, body)
         reason, usage = "", None
         async with aclosing(events):
             # To its end: then the connection serves the next request.

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from trtmesh.chassis.errors import Unavailable
-from trtmesh.tools.bench.driver import Driver
-from trtmesh.tools.bench.record import Answer, AnswerOutcome, Plan
+from trtmesh.tools.bench.driver import Job, answers_of
+from trtmesh.tools.bench.record import AnswerOutcome, Plan
 from trtmesh.tools.bench.targets.generate_stream import generate_stream_target
 from trtmesh.tools.bench.targets.kserve import kserve_target
 from trtmesh.tools.bench.targets.native import native_target
@@ -51,8 +51,7 @@ async def connect(targets: Sequence[Target], plans: Sequence[Plan]) -> None:
             first, text="Hello" if first.text else first.text, ids=first.ids[:1], max_tokens=1
         )
         for target in targets:
-            answers: list[Answer] = []
-            driver = Driver([target], answers.append, timeout_s=CONNECT_SECONDS)
-            await driver.send([[Plan((prompt,))]])
-            if answers[0].outcome is AnswerOutcome.ERROR:
-                raise Unavailable(f"the target answers no request of one token: {answers[0].error}")
+            job = Job([[Plan((prompt,))]], timeout_s=CONNECT_SECONDS)
+            (answer,) = await answers_of([target], job)
+            if answer.outcome is AnswerOutcome.ERROR:
+                raise Unavailable(f"the target answers no request of one token: {answer.error}")

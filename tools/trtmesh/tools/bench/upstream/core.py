@@ -17,6 +17,7 @@ from trtmesh.cli.session import FAILED, INTERRUPTED, OK, run
 from trtmesh.cli.tls import CONNECTION
 from trtmesh.tools.bench.driver import MOST_OPEN
 from trtmesh.tools.bench.measuring import Setup, Watch, measure
+from trtmesh.tools.bench.options import ClientOptions
 from trtmesh.tools.bench.record import AnswerOutcome, Load, Plan
 from trtmesh.tools.bench.targets.target import Connecting, Url
 from trtmesh.tools.bench.upstream.prompts import (
@@ -200,7 +201,7 @@ async def measured(
         raise InvalidRequest("no prompt is short enough; give a larger --max-input-len")
     (first,) = plans[0].prompts
     warming = Plan((replace(first, index=-1, max_tokens=WARMUP_TOKENS),))
-    setup = Setup(connecting=connecting, workload=workload, warmup=WARMUP)
+    setup = Setup(connecting, workload, ClientOptions(echo=False), warmup=WARMUP)
     try:
         done = await measure(setup, load, [*[warming] * WARMUP, *plans], Watch())
     except asyncio.CancelledError:

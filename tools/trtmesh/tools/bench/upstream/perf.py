@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +14,10 @@ from trtmesh.cli.session import INTERRUPTED, OK, run
 from trtmesh.cli.tables import add_row, new_table, print_tables
 from trtmesh.tools.bench.measuring import server_count
 from trtmesh.tools.bench.options import TargetOptions
-from trtmesh.tools.bench.record import Load, Plan
-from trtmesh.tools.bench.targets.target import FORMS, Connecting
+from trtmesh.tools.bench.record import Load
+from trtmesh.tools.bench.targets.target import FORMS
 from trtmesh.tools.bench.upstream.core import measured
-from trtmesh.tools.bench.upstream.statistics import append_csv
+from trtmesh.tools.bench.upstream.statistics import Figures, append_csv
 from trtmesh.tools.bench.workloads.lengths import MOST_TOKENS
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
@@ -54,7 +53,36 @@ def perf(
             _sizes(input_len, "--input-len", MOST_TOKENS),
             _sizes(output_len, "--output-len", MOST_TOKENS),
         )
-        return await _perf(connection.connecting(target), [*sizes], rounds, tokenizer, csv)
+        rows, status = list[Figures](), OK
+        connecting = connection.connecting(target)
+        count = await server_count(connecting)
+        for batch, prompt, answer in sizes:
+            cell = {"batch": batch, "input": prompt, "output": answer}
+            drawn = WorkloadOptions(
+                requests=rounds * batch,
+                input_tokens=str(prompt),
+                output_tokens=str(answer),
+                tokenizer=tokenizer,
+            )
+            load, name = Load("closed", batch), ", ".join(f"{k} {v}" for k, v in cell.items())
+            try:
+                plans = await drawn.plans(0, count)
+            except asyncio.CancelledError:
+                status = INTERRUPTED
+                break
+            found, status = await measured(connecting, load, plans, name)
+            if found:
+                rows.append({**cell, **found})
+            if status:
+                break
+        if rows:
+            table = new_table(*rows[0])
+            for row in rows:
+                add_row(table, *(f"{n:.2f}".removesuffix(".00") for n in row.values()))
+            print_tables(table)
+            if csv:
+                append_csv(csv, rows)
+        return status
 
     run(matrix())
 
@@ -66,50 +94,3 @@ def _sizes(text: str, setting: str, most: int) -> list[int]:
             f"is {text!r} but must be numbers of 1 to {most} with commas", setting=setting
         )
     return [*map(int, parts)]
-
-
-async def _perf(
-    connecting: Connecting,
-    sizes: Sequence[tuple[int, int, int]],
-    rounds: int,
-    tokenizer: Path | None,
-    csv: Path | None,
-) -> int:
-    rows, status = list[dict[str, float]](), OK
-    for size in sizes:
-        cell = dict(zip(("batch", "input", "output"), size, strict=True))
-        load, name = (
-            Load("closed", concurrency=size[0]),
-            ", ".join(f"{k} {v}" for k, v in cell.items()),
-        )
-        try:
-            plans = await _plans(connecting, size, rounds, tokenizer)
-        except asyncio.CancelledError:
-            status = INTERRUPTED
-            break
-        found, status = await measured(connecting, load, plans, name)
-        if found:
-            rows.append({**cell, **found})
-        if status:
-            break
-    if rows:
-        table = new_table(*rows[0])
-        for row in rows:
-            add_row(table, *(f"{n:.2f}".removesuffix(".00") for n in row.values()))
-        print_tables(table)
-        if csv:
-            append_csv(csv, rows)
-    return status
-
-
-async def _plans(
-    connecting: Connecting, size: tuple[int, int, int], rounds: int, tokenizer: Path | None
-) -> Sequence[Plan]:
-    batch, prompt, answer = size
-    options = WorkloadOptions(
-        requests=rounds * batch,
-        input_tokens=str(prompt),
-        output_tokens=str(answer),
-        tokenizer=tokenizer,
-    )
-    return await options.plans(0, await server_count(connecting))

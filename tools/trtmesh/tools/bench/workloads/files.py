@@ -148,19 +148,14 @@ def _lines_of_text(path: Path) -> Iterator[Row]:
         yield Row(where, line.decode().strip())
 
 
-class Said(_Record):
+class Said(BaseModel):
     """A message of ShareGPT."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
-    speaker: Annotated[str, Field(alias="from")]
     value: str
 
 
 class ShareGpt(BaseModel):
     """A conversation, of which the first message and the length of its answer are taken, as vLLM does."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     conversations: list[Said]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from trtmesh.chassis.errors import InvalidRequest, SettingsError
+from trtmesh.chassis.errors import InvalidRequest, ModelUnusable, SettingsError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,8 +43,6 @@ class Words:
     words: tuple[str, ...] = COMMON
     special: int = 0
     """Tokens that the tokenizer adds to a text."""
-    exact: bool = False
-    """Whether a tokenizer said so; else a word is about one token."""
 
     def text(self, draw: Random, tokens: int) -> str:
         return " ".join(draw.choices(self.words, k=tokens))
@@ -67,27 +65,21 @@ async def one_token_words(count: Count, candidates: Sequence[str] = COMMON) -> W
             f"{len(words)} of {len(candidates)} common words are one token each of the tokenizer, and {FEWEST} are"
             " needed for texts of a known length; name its tokenizer.json by --tokenizer"
         )
-    return Words(words, special=least - 1, exact=True)
+    return Words(words, special=least - 1)
 
 
 def load_tokenizer(path: Path, setting: str) -> Tokenizer:
-    """That of a `tokenizer.json`, or of a directory with one. Raises SettingsError."""
+    """That of a model's directory, or of the `tokenizer.json` in it. Raises SettingsError."""
+    from trtmesh.chassis.tokenizer_loading import load_tokenizer as load
+
     try:
-        from tokenizers import Tokenizer
+        return load(path if path.is_dir() else path.parent)
     except ImportError as error:
         raise SettingsError(
             "needs the library tokenizers: pip install 'trtmesh[tokenizer]'", setting=setting
         ) from error
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise SettingsError(f"is {path}, but there is no {file}", setting=setting)
-    try:
-        return Tokenizer.from_file(str(file))
-    # The library raises Exception itself.
-    except Exception as error:
-        raise SettingsError(
-            f"is {path}, which cannot be read as a tokenizer: {error}", setting=setting
-        ) from error
+    except ModelUnusable as error:
+        raise SettingsError(f"is {path}, but {error}", setting=setting) from error
 
 
 def local_tokenizer(path: Path) -> tuple[Count, tuple[str, ...]]:
