@@ -1,23 +1,31 @@
-"""aiperf and guidellm beside `trtmesh bench serve`, against one OpenAI door: do they measure the same?
+"""aiperf and guidellm beside `trtmesh bench serve`, against one scripted OpenAI server that knows the truth.
 
-The engine is simulated with a fixed step, so that the truth is steady; the three measure in turn, and medians of the
-rounds are compared. `make bench-agreement` runs it on a quiet machine, prints a table and a line for each figure that
-says `pass` or `fail`, and installs both tools below `.openai-clients/`.
+The server notes when each request was read and when each token was written; what a tool reports beyond that is the
+tool's own. The three measure in turn, each with its own prompts, and medians of the rounds are shown. `make
+bench-agreement` runs it on a quiet machine, prints a table and a line for each figure that says `pass` or `fail`, and
+installs both tools below `.openai-clients/`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from random import Random
 from statistics import median
 
+import psutil
 import pytest
-from cli.commands import EXECUTED, TRTMESH, running_stack
+from cli.bench.scripted_servers import Chunk, Play, Script, serving
+from cli.bench.virtual import Travelling
+from cli.commands import TRTMESH
 from e2e.mesh import DEMO
 from environments import python_environment
 from openai_clients.conftest import KEPT
@@ -25,7 +33,9 @@ from openai_clients.test_clients import CLIENTS, QUIET, Python
 
 pytestmark = pytest.mark.clients
 
-STEP_MS, TOKENS = 20.0, 64
+GAP_MS, TOKENS = float(os.environ.get("AGREEMENT_GAP_MS", "40")), 64
+FIRST_MS = (80.0, 160.0)
+"""The first token comes between them after the request, drawn for each, so that requests do not march in step."""
 LEVELS = (1, 16, 32)
 ROUNDS = int(os.environ.get("AGREEMENT_ROUNDS", "3"))
 SECONDS = float(os.environ.get("AGREEMENT_SECONDS", "15"))
@@ -35,12 +45,62 @@ RUN_SECONDS = 600.0
 NAME = "local/demo"
 
 Figures = Mapping[str, float]
-FIGURES = {
-    "ttft": "TTFT p50 ms",
-    "itl": "ITL p50 ms",
-    "requests": "requests/s",
-    "tokens": "tokens/s",
-}
+FIGURES = {"ttft": "TTFT p50 ms", "itl": "ITL p50 ms", "requests": "requests/s"}
+
+
+class Observed(Play):
+    """Plays answers, and notes the arrival of each request, the time before each token is written, and what the
+    machine computed until then."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        draws = (Random(number) for number in count())
+        super().__init__(lambda _: _answer(next(draws)), Travelling())
+
+    async def chunks(self, prompt: str, script: Script) -> AsyncIterator[Chunk]:
+        seen = Seen(time.monotonic(), _computed_s())
+        self.seen.append(seen)
+        async for chunk in super().chunks(prompt, script):
+            seen.written.append(time.monotonic())
+            yield chunk
+        seen.computed_s = _computed_s()
+
+    def truth(self, requests: int) -> Figures:
+        """Of the last so many whole answers, before which a tool warms up."""
+        whole = [each for each in self.seen if len(each.written) == TOKENS][-requests:]
+        first = min(whole, key=lambda each: each.came)
+        last = max(whole, key=lambda each: each.written[-1])
+        over_s = last.written[-1] - first.came
+        return {
+            "ttft": 1000 * median(each.written[0] - each.came for each in whole),
+            "itl": 1000
+            * median((each.written[-1] - each.written[0]) / (TOKENS - 1) for each in whole),
+            "requests": len(whole) / over_s,
+            "busy": sum(each.written[-1] - each.came for each in whole) / over_s,
+            "cores": (last.computed_s - first.began_s) / over_s,
+        }
+
+
+@dataclass
+class Seen:
+    """A request, by the monotonic clock."""
+
+    came: float
+    began_s: float
+    """What the machine had computed, in seconds of a core, when it came; then when its answer ended."""
+    computed_s: float = 0.0
+    written: list[float] = field(default_factory=list)
+
+
+def _computed_s() -> float:
+    now = psutil.cpu_times()
+    return sum(now) - now.idle - getattr(now, "iowait", 0.0)
+
+
+def _answer(draw: Random) -> Script:
+    first_s = draw.uniform(*FIRST_MS) / 1000
+    times = [first_s + number * GAP_MS / 1000 for number in range(TOKENS)]
+    return Script([Chunk(at_s, " a", (1,), number) for number, at_s in enumerate(times)], times[-1])
 
 
 @dataclass(frozen=True)
@@ -53,10 +113,11 @@ class Door:
 
     @property
     def requests(self) -> int:
-        return self.level * math.ceil(SECONDS * 1000 / STEP_MS / TOKENS)
+        return self.level * math.ceil(SECONDS * 1000 / GAP_MS / TOKENS)
 
     def run(self, program: str, *arguments: str, **variables: str) -> None:
         """Runs a tool in a folder of its own."""
+        self.work.mkdir(exist_ok=True)
         own = {"HOME": str(self.work), "OPENAI_API_KEY": "unused", **QUIET, **variables}
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | own
         done = subprocess.run(
@@ -104,7 +165,6 @@ def _of_tags(found: Mapping[str, Mapping[str, float]]) -> Figures:
         "ttft": found["time_to_first_token"]["p50"],
         "itl": found["inter_token_latency"]["p50"],
         "requests": found["request_throughput"]["avg"],
-        "tokens": found["output_token_throughput"]["avg"],
     }
 
 
@@ -126,12 +186,12 @@ def of_guidellm(door: Door) -> Figures:
         "ttft": metrics["time_to_first_token_ms"]["successful"]["median"],
         "itl": metrics["inter_token_latency_ms"]["successful"]["median"],
         "requests": metrics["requests_per_second"]["successful"]["mean"],
-        "tokens": metrics["output_tokens_per_second"]["successful"]["mean"],
     }
 
 
+OURS = "trtmesh bench"
 TOOLS: Mapping[str, Callable[[Door], Figures]] = {
-    "trtmesh bench": of_trtmesh,
+    OURS: of_trtmesh,
     "aiperf": of_aiperf,
     "guidellm": of_guidellm,
 }
@@ -144,45 +204,62 @@ def installed(client: str, program: str) -> str:
     return str(python_environment(KEPT / client, own.requirements).with_name(program))
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    slow = {"TRTMESH_ENGINE_SIMULATED_TIMING_STEP_MS": str(STEP_MS), EXECUTED: "1"}
-    with running_stack("--port", "0", env=slow) as stack:
-        stack.wait_ready()
-        yield str(json.loads(stack.wait_for('"event": "ready"'))["http"])
+@dataclass(frozen=True)
+class Turn:
+    """What a tool said, and what was true."""
+
+    told: Figures
+    truth: Figures
+
+    def error(self, figure: str) -> float:
+        """In ms, or as a share."""
+        told, true = self.told[figure], self.truth[figure]
+        return told - true if figure != "requests" else told / true - 1
+
+
+async def measured(tool: Callable[[Door], Figures], level: int, work: Path) -> Turn:
+    play = Observed()
+    async with serving("openai chat", play) as url:
+        door = Door(url.addresses[0], level, work)
+        told = await asyncio.to_thread(tool, door)
+    return Turn(told, play.truth(door.requests))
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_tools_agree(level: int, address: str, tmp_path: Path) -> None:
-    found: dict[str, list[Figures]] = {name: [] for name in TOOLS}
+async def test_the_tools_agree_with_the_truth(level: int, tmp_path: Path) -> None:
+    found: dict[str, list[Turn]] = {name: [] for name in TOOLS}
     for turn in range(ROUNDS):
-        for name, measured in TOOLS.items():
-            work = tmp_path / f"{name} {turn}"
-            work.mkdir()
-            found[name].append(measured(Door(address, level, work)))
-    medians = {
-        name: {figure: median(each[figure] for each in turns) for figure in FIGURES}
-        for name, turns in found.items()
-    }
-    print(f"\n| {level} at a time | {' | '.join(TOOLS)} |\n|---|---|---|---|")
-    for figure, title in FIGURES.items():
-        print(f"| {title} | {' | '.join(f'{medians[name][figure]:.2f}' for name in TOOLS)} |")
-    verdicts = [*judged(level, medians)]
+        for name, tool in TOOLS.items():
+            found[name].append(await measured(tool, level, tmp_path / f"{name} {turn}"))
+    print("\n".join(("", *_table(level, found))))
+    verdicts = [*judged(level, found)]
     print("\n".join(verdicts))
-    assert not [line for line in verdicts if line.startswith("fail")]
+    assert not [line for line in verdicts if line.startswith("fail") and OURS in line]
 
 
-def judged(level: int, medians: Mapping[str, Figures]) -> Iterator[str]:
-    """A line for each figure of each other tool: `pass` or `fail`, and by how much it differs from ours."""
-    (name, own), *others = medians.items()
-    for other, theirs in others:
+def _table(level: int, found: Mapping[str, Sequence[Turn]]) -> Iterator[str]:
+    """What was told and true, and for the truth how many requests were under way and how many cores computed."""
+    titles = (f"{title}: told, true, error" for title in FIGURES.values())
+    yield f"| {level} at a time | {' | '.join(titles)} | under way | cores |"
+    yield "|---" * (len(FIGURES) + 3) + "|"
+    for name, turns in found.items():
+        told, true = (
+            {figure: median(each[figure] for each in side) for figure in side[0]}
+            for side in ([turn.told for turn in turns], [turn.truth for turn in turns])
+        )
+        cells = [f"{told[each]:.2f}, {true[each]:.2f}, {_error(turns, each)}" for each in FIGURES]
+        yield f"| {name} | {' | '.join(cells)} | {true['busy']:.2f} | {true['cores']:.2f} |"
+
+
+def _error(turns: Sequence[Turn], figure: str) -> str:
+    error = median(turn.error(figure) for turn in turns)
+    return f"{error:+.2%}" if figure == "requests" else f"{error:+.2f}"
+
+
+def judged(level: int, found: Mapping[str, Sequence[Turn]]) -> Iterator[str]:
+    """A line for each figure of each tool: `pass` or `fail`, and by how much it differs from the truth."""
+    for name, turns in found.items():
         for figure, title in FIGURES.items():
-            is_time = title.endswith("ms")
-            apart = theirs[figure] - own[figure]
-            if is_time:
-                passes, shown = abs(apart) <= MOST_MS, f"{apart:+.2f} ms of {MOST_MS:g}"
-            else:
-                share = apart / own[figure]
-                passes, shown = abs(share) <= MOST_SHARE, f"{share:+.2%} of {MOST_SHARE:.0%}"
-            verdict = "pass" if passes else "fail"
-            yield f"{verdict} {level} at a time, {title}: {other} is {shown} from {name}"
+            most = MOST_SHARE if figure == "requests" else MOST_MS
+            passes = abs(median(turn.error(figure) for turn in turns)) <= most
+            yield f"{'pass' if passes else 'fail'} {level} at a time: {name}, {title}: {_error(turns, figure)}"
