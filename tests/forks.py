@@ -42,6 +42,8 @@ OF_IMPORTS = ("GRPC_", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR")
 LATE = (
     *("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_"),
     *("COLUMNS", "XDG_RUNTIME_DIR", "TESTED_", "FAKE_"),
+    # The SDK is imported where one of them names a collector.
+    "OTEL_",
     *OF_IMPORTS,
     # The server tells them to glibc.
     *MALLOC_OPTIONS,

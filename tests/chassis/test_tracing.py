@@ -187,6 +187,10 @@ SAMPLERS: Mapping[str, tuple[Mapping[str, str], range]] = {
         # Mean 100; ten times the deviation is 100.
         range(1, 200),
     ),
+    "0 %": (
+        {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"},
+        range(1),
+    ),
     "off": ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, range(1)),
 }
 
@@ -240,6 +244,16 @@ def test_wrong_variables_are_logged_and_end_nothing(
     with caplog.at_level(logging.WARNING):
         assert open_tracer("router", environ, CollectorRegistry()) is None
     assert words in caplog.text
+
+
+@pytest.mark.parametrize("given", [{"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_SDK_DISABLED": "True"}])
+def test_traces_are_turned_off_without_a_word(
+    given: Mapping[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", **given}
+    with caplog.at_level(logging.WARNING):
+        assert open_tracer("router", environ, CollectorRegistry()) is None
+    assert caplog.text == ""
 
 
 def test_missing_extra_is_named(
