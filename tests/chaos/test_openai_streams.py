@@ -20,9 +20,9 @@ from aiohttp import (
     SocketTimeoutError,
 )
 from compat.plain_http import PlainHttp
-from e2e.mesh import DEMO, Mesh, eventually, running_mesh
+from e2e.mesh import SMALL, Mesh, eventually, running_mesh
 
-TORCH = ("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
+TORCH = (*SMALL, "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
 TALK = [{"role": "user", "content": "A function that loads a file of JSON"}]
 DRAWN = {"temperature": 0.9, "seed": 11, "stream": True}
 SCHEMA = {"type": "array", "items": {"enum": ["one", "two", "three"]}, "minItems": 400}

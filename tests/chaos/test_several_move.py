@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from chaos.fragile import NAMES, SAMPLED, Fragile, contents, fragile_mesh, log_probs
 from chaos.test_torch_hedging import GUIDED
-from e2e.mesh import DEMO, PATIENT, SIMULATED, eventually, scrape
+from e2e.mesh import PATIENT, SIMULATED, SMALL, eventually, scrape
 from trtmesh.client import ItemResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -22,7 +22,7 @@ POOL = (
 )
 """Steps long enough that the streams still run once the other worker is ready again and a move would pay."""
 TORCH = (
-    *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
+    *(*SMALL, "--torch-batch-invariant", "true"),
     *("--torch-kv-cache-tokens", "4096", "--load-interval-seconds", "0.02"),
     *("--torch-drafts", "suffix", "--torch-threads", "1"),
 )
@@ -35,9 +35,14 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "guided": {**SAMPLED, **GUIDED},
 }
 CASES = {
-    "simulated": ("rebalance greedy", "rebalance sampled", "drain sampled", "death sampled"),
-    "torch": ("drain greedy", "drain sampled", "drain guided"),
+    "simulated": ("rebalance sampled", "death sampled"),
+    "torch": ("drain greedy", "drain guided"),
 }
+SOAKED = {
+    "simulated": ("rebalance greedy", "drain sampled"),
+    "torch": ("drain sampled",),
+}
+"""Those of `make soak`, which differ from one above in the verb or in the kind alone."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -48,7 +53,12 @@ async def fragile(request: pytest.FixtureRequest) -> AsyncIterator[Fragile]:
 
 @pytest.mark.parametrize(
     ("fragile", "backend", "case"),
-    [(backend, backend, case) for backend, cases in CASES.items() for case in cases],
+    [
+        pytest.param(backend, backend, case, marks=marks)
+        for marks, several in (((), CASES), (pytest.mark.soak, SOAKED))
+        for backend, cases in several.items()
+        for case in cases
+    ],
     indirect=["fragile"],
 )
 async def test_all_sequences_go_on_elsewhere(fragile: Fragile, backend: str, case: str) -> None:

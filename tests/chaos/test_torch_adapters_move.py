@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from chaos.fragile import NAMES, SAMPLED, Fragile, contents, fragile_mesh, log_probs
-from e2e.mesh import DEMO
-from trtmesh.chassis.adapter_content import AdapterContent
+from chaos.tiny_adapters import OF_SMALL, tiny_adapter
+from e2e.mesh import SMALL
 from trtmesh.client import ItemResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ADAPTER = "unit-tests"
-ADAPTER_DIRECTORY = DEMO.parent / "demo-adapters" / ADAPTER
+ADAPTER = "small"
 PROMPT = ["def fibonacci(n):"]
 TOKENS = 40
 BEFORE_THE_LOSS = 12
@@ -26,11 +25,11 @@ BEFORE_THE_LOSS = 12
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def exact() -> AsyncIterator[Fragile]:
     flags = (
-        *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
+        *(*SMALL, "--torch-threads", "1", "--torch-batch-invariant", "true"),
         *("--torch-adapters-host-bytes", str(1 << 28), "--torch-drafts", "suffix"),
     )
     async with fragile_mesh(flags) as fragile:
-        content = AdapterContent.read(ADAPTER_DIRECTORY, 1 << 28)
+        content = tiny_adapter(1, 8, of=OF_SMALL).content
         await fragile.mesh.admin.upload_adapter(admin_pb.AddAdapterRequest(name=ADAPTER), content)
         yield fragile
 

@@ -17,7 +17,7 @@ from chaos.fragile import (
     lose,
     undisturbed,
 )
-from e2e.mesh import DEMO, StreamReader
+from e2e.mesh import SMALL, StreamReader
 from trtmesh.client import FinishReason, GuidedDecodingConfig, GuideType
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,7 +36,7 @@ GUIDED = SAMPLED | {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def torch() -> AsyncIterator[Fragile]:
-    async with fragile_mesh(("--backend", "torch", "--model-dir", str(DEMO))) as fragile:
+    async with fragile_mesh((*SMALL, "--torch-threads", "1")) as fragile:
         yield fragile
 
 

@@ -11,15 +11,14 @@ import pytest_asyncio
 from chaos.fragile import SAMPLED, Fragile, contents, fragile_mesh, log_probs
 from chaos.test_everything_on import compared
 from chaos.test_hedging import GENEROUS, HEDGED
-from e2e.mesh import DEMO, eventually, scrape
-from trtmesh.chassis.adapter_content import AdapterContent
+from chaos.tiny_adapters import OF_SMALL, tiny_adapter
+from e2e.mesh import SMALL, eventually, scrape
 from trtmesh.client import GuidedDecodingConfig, GuideType
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ADAPTER = "unit-tests"
-ADAPTER_DIRECTORY = DEMO.parent / "demo-adapters" / ADAPTER
+ADAPTER = "small"
 PROMPTS = ["def fibonacci(n):", "class Stack:"]
 TOKENS = 60
 SCHEMA = """{"type": "object", "required": ["a"], "additionalProperties": false, "properties":
@@ -39,12 +38,12 @@ async def exact(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fragi
         *("--receipts-file", str(receipts), "--receipts-requests", "true"),
     )
     flags = (
-        *("--backend", "torch", "--model-dir", str(DEMO), "--torch-batch-invariant", "true"),
+        *(*SMALL, "--torch-batch-invariant", "true"),
         *("--torch-adapters-host-bytes", str(1 << 28), "--torch-drafts", "suffix"),
         *("--load-interval-seconds", "0.02", "--torch-threads", "1"),
     )
     async with fragile_mesh(flags, router_flags=router) as fragile:
-        content = AdapterContent.read(ADAPTER_DIRECTORY, 1 << 28)
+        content = tiny_adapter(1, 8, of=OF_SMALL).content
         # Only a worker that holds the adapter takes a copy.
         asked = admin_pb.AddAdapterRequest(name=ADAPTER, pinned=True)
         await fragile.mesh.admin.upload_adapter(asked, content)

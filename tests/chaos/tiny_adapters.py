@@ -31,16 +31,25 @@ HIDDEN = int(tiny_models.SHAPE["hidden_size"])
 KEYS = HIDDEN // 2
 """Outputs of the key and value projections: half as many heads."""
 
-SIZES: Mapping[str, tuple[int, int]] = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (HIDDEN, KEYS),
-    "self_attn.v_proj": (HIDDEN, KEYS),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (HIDDEN, INTERMEDIATE),
-    "mlp.up_proj": (HIDDEN, INTERMEDIATE),
-    "mlp.down_proj": (INTERMEDIATE, HIDDEN),
-}
+Sizes = Mapping[str, tuple[int, int]]
 """Inputs and outputs of the linear layers of a decoder layer."""
+
+
+def sizes(hidden: int, keys: int, intermediate: int) -> Sizes:
+    return {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (hidden, intermediate),
+        "mlp.up_proj": (hidden, intermediate),
+        "mlp.down_proj": (intermediate, hidden),
+    }
+
+
+SIZES = sizes(HIDDEN, KEYS, INTERMEDIATE)
+OF_SMALL = sizes(192, 64, 384)
+"""Those of `e2e.mesh.SMALL`, which has as many layers."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,9 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes()
 
 
-def tiny_adapter(seed: int, rank: int, layers: Sequence[str] = tuple(SIZES)) -> TinyAdapter:
+def tiny_adapter(
+    seed: int, rank: int, layers: Sequence[str] = tuple(SIZES), of: Sizes = SIZES
+) -> TinyAdapter:
     """An adapter of all decoder layers, different for every seed."""
     generator = torch.Generator().manual_seed(seed)
     std = (UPDATE_STD / rank**0.5) ** 0.5
@@ -121,7 +132,7 @@ def tiny_adapter(seed: int, rank: int, layers: Sequence[str] = tuple(SIZES)) -> 
         {
             f"model.layers.{layer}.{name}": (matrix(rank, inputs), matrix(outputs, rank))
             for layer in range(int(tiny_models.SHAPE["num_hidden_layers"]))
-            for name, (inputs, outputs) in SIZES.items()
+            for name, (inputs, outputs) in of.items()
             if name in layers
         },
     )

@@ -14,12 +14,12 @@ from compat.openai_schemas import check, need_specification
 from compat.plain_http import PlainHttp
 from compat.test_openai import CHAT, COMPLETIONS, parts_of
 from compat.test_openai_responses import RESPONSES, events_of
-from e2e.mesh import DEMO, INSIDE, Mesh, running_mesh
+from e2e.mesh import INSIDE, SMALL, Mesh, running_mesh
 from trtmesh.client import chat_item
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TORCH = ("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
+TORCH = (*SMALL, "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
 PROMPT = "def load_json(path):"
 TALK = [{"role": "user", "content": "Load a file of JSON."}]
 NEARLY = 1e-4

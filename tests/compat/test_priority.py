@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from compat.triton import SyncStream
-from e2e.mesh import DEMO, Mesh, eventually, running_mesh, scrape
+from e2e.mesh import SMALL, Mesh, eventually, running_mesh, scrape
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -19,10 +19,10 @@ TENSORS = {"text_input": "def f(", "max_tokens": 3, "end_id": -1}
 async def mesh() -> AsyncIterator[Mesh]:
     """Its engine computes a single sequence at a time."""
     flags = (
-        *("--model-dir", str(DEMO), "--torch-dtype", "float32", "--torch-threads", "1"),
+        *(*SMALL, "--torch-dtype", "float32", "--torch-threads", "1"),
         *("--torch-limits-max-batch-size", "1", "--load-interval-seconds", "0.02"),
     )
-    async with running_mesh(engine_flags=flags, model_dir=DEMO) as mesh:
+    async with running_mesh(engine_flags=flags) as mesh:
         yield mesh
         await mesh.idle()
 

@@ -49,6 +49,10 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 DEMO_VOCABULARY = 6144
 
+DEMO_DRAFT = DEMO.with_name("demo-draft")
+SMALL = ("--model-dir", str(DEMO_DRAFT), "--model", "demo")
+"""Engine flags: an eighth of the demo model's weights behind its tokenizer, for tests of streams and faults."""
+
 INSIDE = {"TRTMESH_ROUTER_TOKENIZERS": "local", "TRTMESH_TOKENIZER_MODEL_DIR": str(DEMO)}
 """Variables of a router with a tokenizer inside."""
 

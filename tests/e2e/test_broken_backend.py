@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from e2e.mesh import DEMO, PATIENT, Mesh, eventually, running_mesh, scrape
+from e2e.mesh import PATIENT, SMALL, Mesh, eventually, running_mesh, scrape
 from trtmesh.chassis.errors import BackendFailed
 
 PROMPTS = [[300 + number, 40, 50, 60] for number in range(6)]
 POISON = 77
 STEPS_TO_BREAK = 20
 """Enough for every item to have tokens, far fewer than a request takes."""
-TORCH = ("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
+TORCH = (*SMALL, "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
 
 FAULTS = """
 import os

@@ -88,7 +88,8 @@ async def test_next_release_reproduces_and_a_changed_one_is_told(
     request: pytest.FixtureRequest, before: Path, tmp_path: Path, backend: str
 ) -> None:
     count = int(request.config.getoption("--receipts", default=None) or RECEIPTS)
-    env = {"PYTHONPATH": os.pathsep.join(str(before / root) for root in ROOTS)}
+    roots = [] if before == TREE else [str(before / root) for root in ROOTS]
+    env = {"PYTHONPATH": os.pathsep.join(roots)} if roots else {}
     kept = tmp_path / "before.jsonl"
     async with mesh_of(backend, kept, env) as mesh:
         await record(mesh, count)

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos.tiny_adapters import OF_SMALL, tiny_adapter
 from e2e.corruption import TORCH_FAULT, corrupted
-from e2e.mesh import DEMO, PATIENT, Mesh, eventually, running_mesh, scrape
+from e2e.mesh import PATIENT, SMALL, Mesh, eventually, running_mesh, scrape
 from e2e.test_canary import NAMES, alerts, examined, outcomes, state_of
-from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 TORCH = (
-    *("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "4096"),
+    *(*SMALL, "--torch-threads", "1", "--torch-kv-cache-tokens", "4096"),
     *("--torch-batch-invariant", "true", "--load-interval-seconds", "0.05"),
     *("--torch-adapters-host-bytes", str(2**26), "--torch-adapters-max-batch-adapters", "1"),
 )
-ADAPTER = "docstrings"
+ADAPTER = "small"
 FAULTS = ("weights", "adapter", "kv")
 LAST_TOKEN = 379
 MOST_ITEMS = 12
@@ -48,7 +48,7 @@ async def test_flipped_bit_is_found(tmp_path: Path) -> None:
         await mesh.ready(len(NAMES), 1)
 
     async with running_mesh(start=start) as mesh:
-        adapter = AdapterContent.read(DEMO.parent / "demo-adapters" / ADAPTER, 2**26)
+        adapter = tiny_adapter(1, 8, of=OF_SMALL).content
         await mesh.admin.upload_adapter(admin_pb.AddAdapterRequest(name=ADAPTER), adapter)
 
         async def ask(fault: str, items: int) -> bool:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from e2e.mesh import DEMO
+from e2e.mesh import DEMO_DRAFT
 from engine.torch.drafts.drafters import Failing, FixedLengths, Knowing, draft, drafting_of
 from engine.torch.guided.guides import guided, text_of
 from engine.torch.harness import Harness, running
@@ -47,11 +47,11 @@ async def answers(engine: Harness) -> tuple[list[list[list[int]]], int]:
 
 async def test_text_without_a_choice_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Guide.forced
-    async with running(DEMO, drafts="ngram") as engine:
+    async with running(DEMO_DRAFT, drafts="ngram") as engine:
         ngram = drafting_of(engine).drafter
         draft(engine, None, FixedLengths(0))
         alone, steps = await answers(engine)
-        assert set(json.loads(text_of(DEMO, alone[0][0]))) == set(KEYS)
+        assert set(json.loads(text_of(DEMO_DRAFT, alone[0][0]))) == set(KEYS)
         for drafter in (ngram, Knowing({}, 0.0), Failing({}, 0.0)):
             draft(engine, drafter, FixedLengths(8))
             monkeypatch.setattr(Guide, "forced", lambda *_: ())
