@@ -14,7 +14,16 @@ import grpc
 import pytest
 import pytest_asyncio
 from certificates import Authority
-from e2e.mesh import DEMO, DEMO_VOCABULARY, ENDLESS, SIMULATED, WIDE_TOKENS, eventually, scrape
+from e2e.mesh import (
+    DEMO,
+    DEMO_VOCABULARY,
+    ENDLESS,
+    SIMULATED,
+    SMALL,
+    WIDE_TOKENS,
+    eventually,
+    scrape,
+)
 from engine_streams import router_stream, sampling, submit
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from process_constants import constants
@@ -35,7 +44,7 @@ LONG = (
     "--simulated-kv-cache-total-blocks",
     "20000",
 )
-TORCH = ("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
+TORCH = (*SMALL, "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 PROMPT: Sequence[int] = TOKENIZER.encode("def fibonacci(n):").ids
 

@@ -328,12 +328,25 @@ GUIDED = [
 """With their expressions."""
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("pool", [AMPLE, TIGHT], ids=["ample", "tight"])
-@pytest.mark.parametrize("beams", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+SITTING_OUT = [
+    pytest.param(
+        *(family, pool, beams, seed),
+        id=f"{family}-{name}-{'beams' if beams else 'plain'}-{seed}",
+        # Every two of the three meet in every run.
+        marks=[]
+        if not seed and (family == "llama") ^ (pool is TIGHT) ^ beams
+        else pytest.mark.soak,
+    )
+    for family in ("llama", "mistral")
+    for name, pool in (("ample", AMPLE), ("tight", TIGHT))
+    for beams in (False, True)
+    for seed in range(4)
+]
+
+
+@pytest.mark.parametrize(("family", "pool", "beams", "seed"), SITTING_OUT)
 def test_rows_that_sit_out_any_steps_get_the_same_tokens(
-    family: str, pool: dict[str, Any], seed: int, *, beams: bool, model_dir: ModelDir
+    family: str, pool: dict[str, Any], beams: bool, seed: int, model_dir: ModelDir
 ) -> None:
     """And the same KV is found again. Mistral sees a window."""
     model = model_dir(family)

@@ -11,41 +11,49 @@ import torch
 from e2e.mesh import DEMO
 from engine.short_names import by_short_names
 from trtmesh.chassis.cores import physical_cores
-from trtmesh.engine.backends.torch.cpu.device import top
+from trtmesh.engine.backends.torch.cpu.device import take_threads, top
 from trtmesh.engine.backends.torch.loading import load_engine
 from trtmesh.engine.backends.torch.model.weights import weight_files
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
-PRINTS_THREADS = """
-import trtmesh.engine.__main__, torch
-from trtmesh.engine.backends.torch.cpu.device import take_threads
-for setting, weights in ((0, 10**12), (0, 10**6), (2, 10**6)):
-    take_threads(setting, weights)
-    print(torch.get_num_threads())
-"""
 
-
-@pytest.mark.parametrize(
-    ("given", "threads", "spins"),
-    [
-        ({}, [str(physical_cores()), "1", "2"], "0"),
-        ({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "active"}, ["1", "1", "2"], "30000000000"),
-    ],
-)
-def test_threads_and_their_waits_follow_settings_variables_weights_and_cores(
-    given: dict[str, str], threads: list[str], spins: str
-) -> None:
-    """Waiting threads of an engine sleep unless told otherwise."""
+def started(program: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that begins as an engine does, with these variables of OpenMP."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("OMP_")}
-    loaded = subprocess.run(
-        [sys.executable, "-c", PRINTS_THREADS],
-        env=environment | given | {"OMP_DISPLAY_ENV": "verbose"},
+    return subprocess.run(
+        [sys.executable, "-c", f"import trtmesh.engine.__main__, {program}"],
+        env=environment | given,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert loaded.stdout.split() == threads
-    assert f"GOMP_SPINCOUNT = '{spins}'" in loaded.stderr
+
+
+def test_waiting_threads_of_an_engine_sleep_unless_told_otherwise() -> None:
+    assert "GOMP_SPINCOUNT = '0'" in started("torch", OMP_DISPLAY_ENV="verbose").stderr
+    told = started("os; print(os.environ['OMP_WAIT_POLICY'])", OMP_WAIT_POLICY="active")
+    assert told.stdout == "active\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "threads"), [("", [physical_cores(), 1, 2]), ("1", [1, 1, 2])], ids=["unset", "1"]
+)
+def test_threads_follow_settings_variables_weights_and_cores(
+    variable: str, threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    before, found = torch.get_num_threads(), []
+    try:
+        # As torch takes the variable.
+        torch.set_num_threads(int(variable or 1))
+        for setting, weights in ((0, 10**12), (0, 10**6), (2, 10**6)):
+            take_threads(setting, weights)
+            found.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert found == threads
 
 
 def test_engine_takes_the_threads_of_its_settings() -> None:
