@@ -163,10 +163,14 @@ class Running:
 
     def left_nothing(self) -> bool:
         """Whether all descendants end within the time of a stop."""
-        ends_at = time.monotonic() + STOP_SECONDS
-        while self.descendants() and time.monotonic() < ends_at:
-            time.sleep(0.01)
-        return not self.descendants()
+        ends_at, pause = time.monotonic() + STOP_SECONDS, 0.01
+        while left := self.descendants():
+            if time.monotonic() > ends_at:
+                break
+            # A look at all processes of the machine takes as long as the first pause.
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
+        return not left
 
 
 class Stack(Running):

@@ -42,7 +42,7 @@ def test_a_flood_of_names_leaves_the_page_small() -> None:
     """Of models, keys, certificates, adapters, parameters and workers, of which some are no text for a page."""
     metrics, registry = RouterMetrics(), CollectorRegistry()
     registry.register(metrics)
-    for number in range(10_000):
+    for number in range(1000):
         name = f'\ud800\n{number}"' + "x" * 1000
         metrics.models[name].latencies[CHAT].request_duration["QUEUE_FULL"].observe(1.0)
         metrics.models[name].requests["openai", "refused"] += 1
@@ -70,8 +70,8 @@ def test_a_flood_of_names_leaves_the_page_small() -> None:
         assert all(value.isprintable() for value in values)
     counted = samples_of(registry, "trtmesh_router_caller_items_total")
     callers = {sample.labels["caller"]: sample.value for sample in counted}
-    assert callers["unlisted"] == 10_000
-    assert sum(callers.values()) == 30_000
+    assert callers["unlisted"] == 1000
+    assert sum(callers.values()) == 3000
 
 
 def test_workers_that_left_are_no_longer_told() -> None:

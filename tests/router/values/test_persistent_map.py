@@ -11,7 +11,7 @@ def test_changes_are_those_of_a_dict_and_leave_the_former_map() -> None:
     chance = random.Random(3)
     plain: dict[int, int] = {}
     known = PersistentMap(plain)
-    for number in range(2000):
+    for number in range(500):
         gone = [chance.randrange(400) for _ in range(chance.randrange(3))]
         added = {chance.randrange(400): number for _ in range(chance.randrange(3))}
         before, former = known, dict(plain)

@@ -151,7 +151,7 @@ async def test_snapshots_may_need_the_token_too(token: Path) -> None:
 async def test_idle_connections_keep_nobody_from_the_page(sent: bytes) -> None:
     async with opened() as browser, AsyncExitStack() as stack:
         url = URL(browser.url)
-        for _ in range(4 * console.LIMITS.max_open):
+        for _ in range(2 * console.LIMITS.max_open):
             _, writer = await asyncio.open_connection(url.host, url.port)
             stack.callback(writer.close)
             writer.write(sent)

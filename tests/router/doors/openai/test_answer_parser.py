@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -242,15 +241,3 @@ def written(form: CallFormat, calls: Sequence[tuple[str, str]]) -> str:
     if form.separator:
         return form.opening + form.separator.join(told_) + form.closing
     return form.between.join(form.opening + each + form.closing for each in told_)
-
-
-@pytest.mark.parametrize(
-    "piece", ["<tool_call>{", '<tool_call>{"a"', "{", "\n", "<tool_call>[TOOL_"]
-)
-@pytest.mark.parametrize("end", ["", "}" * 20_000])
-def test_hostile_text_takes_linear_time(piece: str, end: str) -> None:
-    text = piece * 20_000 + end
-    began = time.process_time()
-    for reading in (QWEN3, LLAMA3, NEMO):
-        told(reading, [text[at : at + 64] for at in range(0, len(text), 64)])
-    assert time.process_time() - began < 6
