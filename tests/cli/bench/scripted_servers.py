@@ -288,28 +288,29 @@ class HttpServer:
         prompt = str(body["messages"][-1]["content"] if is_chat else body["prompt"])
         script_tokens = 0
 
-        def choice(text: str, reason: str | None = None) -> Mapping[str, Any]:
-            content = {"delta": {"content": text}} if is_chat else {"text": text}
-            return {"choices": [{"index": 0, **content, "finish_reason": reason}]}
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        common = {"id": "1", "object": kind, "created": 1, "model": "demo"}
+
+        def choice(content: Mapping[str, Any], reason: str | None = None) -> Mapping[str, Any]:
+            own = {"delta": content} if is_chat else {"text": content["content"]}
+            return {**common, "choices": [{"index": 0, **own, "finish_reason": reason}]}
 
         def message(chunk: Chunk) -> Mapping[str, Any]:
             nonlocal script_tokens
             script_tokens += len(chunk.ids)
-            return choice(chunk.text)
+            return choice({"content": chunk.text})
 
         def end() -> Sequence[str]:
-            usage = {
-                "prompt_tokens": 3,
-                "completion_tokens": script_tokens,
-                "total_tokens": 3 + script_tokens,
-            }
+            counts = {"prompt_tokens": 3, "completion_tokens": script_tokens}
+            usage = {**counts, "total_tokens": 3 + script_tokens}
             is_over = self._play.script(prompt).fault is Fault.CANCELLED
-            told = [] if prompt.startswith(UNCOUNTED) else [{"choices": [], "usage": usage}]
-            last = choice("", "cancelled" if is_over else "length")
+            is_told = not prompt.startswith(UNCOUNTED)
+            told = [{**common, "choices": [], "usage": usage}] if is_told else []
+            last = choice({"content": ""}, "cancelled" if is_over else "length")
             return (*map(json.dumps, [last, *told]), "[DONE]")
 
-        role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
-        return await self._answer(request, prompt, message, end, role if is_chat else None)
+        role = choice({"role": "assistant", "content": ""}) if is_chat else None
+        return await self._answer(request, prompt, message, end, role)
 
     async def _answer(
         self, request: web.Request, prompt: str, message: Any, end: Any, role: Any = None

@@ -12,19 +12,18 @@ import asyncio
 import json
 import math
 import os
+import re
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import Any
 
 import psutil
 import pytest
-from cli.bench.scripted_servers import Chunk, Play, Script, serving
-from cli.bench.virtual import Travelling
 from cli.commands import TRTMESH
 from e2e.mesh import DEMO
 from environments import python_environment
@@ -43,47 +42,15 @@ SECONDS = float(os.environ.get("AGREEMENT_SECONDS", "15"))
 MOST_MS, MOST_SHARE = 1.0, 0.02
 RUN_SECONDS = 600.0
 NAME = "local/demo"
+OK = "HTTP/1.1 200 OK\r\nContent-Type: "
 
 Figures = Mapping[str, float]
 FIGURES = {"ttft": "TTFT p50 ms", "itl": "ITL p50 ms", "requests": "requests/s"}
 
 
-class Observed(Play):
-    """Plays answers, and notes the arrival of each request, the time before each token is written, and what the
-    machine computed until then."""
-
-    def __init__(self) -> None:
-        self.seen: list[Seen] = []
-        draws = (Random(number) for number in count())
-        super().__init__(lambda _: _answer(next(draws)), Travelling())
-
-    async def chunks(self, prompt: str, script: Script) -> AsyncIterator[Chunk]:
-        seen = Seen(time.monotonic(), _computed_s())
-        self.seen.append(seen)
-        async for chunk in super().chunks(prompt, script):
-            seen.written.append(time.monotonic())
-            yield chunk
-        seen.computed_s = _computed_s()
-
-    def truth(self, requests: int) -> Figures:
-        """Of the last so many whole answers, before which a tool warms up."""
-        whole = [each for each in self.seen if len(each.written) == TOKENS][-requests:]
-        first = min(whole, key=lambda each: each.came)
-        last = max(whole, key=lambda each: each.written[-1])
-        over_s = last.written[-1] - first.came
-        return {
-            "ttft": 1000 * median(each.written[0] - each.came for each in whole),
-            "itl": 1000
-            * median((each.written[-1] - each.written[0]) / (TOKENS - 1) for each in whole),
-            "requests": len(whole) / over_s,
-            "busy": sum(each.written[-1] - each.came for each in whole) / over_s,
-            "cores": (last.computed_s - first.began_s) / over_s,
-        }
-
-
 @dataclass
 class Seen:
-    """A request, by the monotonic clock."""
+    """A request, by the monotonic clock: when its last byte was read, and when each token was written."""
 
     came: float
     began_s: float
@@ -92,15 +59,91 @@ class Seen:
     written: list[float] = field(default_factory=list)
 
 
+class Connection(asyncio.Protocol):
+    """Answers chats with tokens at drawn times. No library stands between the socket and the clock."""
+
+    def __init__(self, seen: list[Seen]) -> None:
+        self._seen = seen
+        self._received = b""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        came = time.monotonic()
+        self._received += data
+        head, end, body = self._received.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: *(\d+)", head)
+        if not end or len(body) < int(length[1] if length else 0):
+            return
+        self._received = b""
+        if head.startswith(b"GET"):
+            models = json.dumps({"object": "list", "data": [{"id": "demo"}]}).encode()
+            self._write(
+                f"{OK}application/json\r\nContent-Length: {len(models)}\r\n\r\n".encode() + models
+            )
+            return
+        seen = Seen(came, _computed_s())
+        self._seen.append(seen)
+        asked = json.loads(body)
+        tokens = asked.get("max_completion_tokens") or asked.get("max_tokens") or TOKENS
+        task = asyncio.create_task(self._answer(seen, tokens, Random(len(self._seen))))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _answer(self, seen: Seen, tokens: int, draw: Random) -> None:
+        self._write(f"{OK}text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        # At once, and no token: no client may count it as one.
+        self._event({"delta": {"role": "assistant", "content": ""}})
+        due = seen.came + draw.uniform(*FIRST_MS) / 1000
+        for number in range(tokens):
+            await asyncio.sleep(due + number * GAP_MS / 1000 - time.monotonic())
+            seen.written.append(time.monotonic())
+            self._event({"delta": {"content": " a"}})
+        seen.computed_s = _computed_s()
+        self._event({"delta": {"content": ""}, "finish_reason": "length"})
+        counts = {"prompt_tokens": 64, "completion_tokens": tokens, "total_tokens": 64 + tokens}
+        self._event(None, usage=counts)
+        self._chunk(b"data: [DONE]\n\n")
+        self._chunk(b"")
+
+    def _event(self, choice: Mapping[str, Any] | None, **more: Any) -> None:
+        choices = [{"index": 0, "finish_reason": None, **choice}] if choice else []
+        common = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "demo"}
+        self._chunk(f"data: {json.dumps({**common, 'choices': choices, **more})}\n\n".encode())
+
+    def _chunk(self, data: bytes) -> None:
+        self._write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    def _write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+
+def truth(seen: Sequence[Seen], requests: int) -> Figures:
+    """Of the last so many whole answers, before which a tool warms up: the figures, how many requests were under way,
+    and how many cores computed."""
+    whole = [each for each in seen if len(each.written) == TOKENS][-requests:]
+    first = min(whole, key=lambda each: each.came)
+    last = max(whole, key=lambda each: each.written[-1])
+    over_s = last.written[-1] - first.came
+    decoded = [each.written[-1] - each.written[0] for each in whole]
+    return {
+        "ttft": 1000 * median(each.written[0] - each.came for each in whole),
+        "itl": 1000 * median(decoded) / (TOKENS - 1),
+        "requests": len(whole) / over_s,
+        "busy": sum(each.written[-1] - each.came for each in whole) / over_s,
+        "cores": (last.computed_s - first.began_s) / over_s,
+    }
+
+
 def _computed_s() -> float:
     now = psutil.cpu_times()
     return sum(now) - now.idle - getattr(now, "iowait", 0.0)
-
-
-def _answer(draw: Random) -> Script:
-    first_s = draw.uniform(*FIRST_MS) / 1000
-    times = [first_s + number * GAP_MS / 1000 for number in range(TOKENS)]
-    return Script([Chunk(at_s, " a", (1,), number) for number, at_s in enumerate(times)], times[-1])
 
 
 @dataclass(frozen=True)
@@ -218,11 +261,15 @@ class Turn:
 
 
 async def measured(tool: Callable[[Door], Figures], level: int, work: Path) -> Turn:
-    play = Observed()
-    async with serving("openai chat", play) as url:
-        door = Door(url.addresses[0], level, work)
+    seen: list[Seen] = []
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Connection(seen), "127.0.0.1", 0
+    )
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        door = Door(f"{host}:{port}", level, work)
         told = await asyncio.to_thread(tool, door)
-    return Turn(told, play.truth(door.requests))
+    return Turn(told, truth(seen, door.requests))
 
 
 @pytest.mark.parametrize("level", LEVELS)
