@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from e2e.mesh import SMALL, eventually
+from e2e.mesh import DEMO, eventually
 from engine.torch.harness import configure, running
 from engine.torch.parallel.followers import followers, gone, started
 from engine.torch.parallel.moving import check_killed_rank_moves_items
@@ -26,7 +26,7 @@ from trtmesh.v1 import generation_pb2 as pb
 
 LONG = configure(max_tokens=400, ignore_end_id=True)
 PARALLEL = (
-    *(*SMALL, "--torch-device", "cpu,cpu", "--torch-threads", "1"),
+    *("--model-dir", str(DEMO), "--torch-device", "cpu,cpu", "--torch-threads", "1"),
     *("--torch-kv-cache-tokens", "8192"),
 )
 
