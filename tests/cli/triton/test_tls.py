@@ -12,7 +12,7 @@ from pathlib import Path
 from shutil import which
 
 import pytest
-from cli.commands import TRTMESH
+from cli.commands import trtmesh
 
 OPENSSL = which("openssl")
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="needs openssl to make certificates")
@@ -59,13 +59,9 @@ async def proxy(server: Path, client: Path, router: str) -> AsyncIterator[str]:
 
 
 async def infer(*arguments: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        TRTMESH, "triton", "infer", "--max-tokens", "4", *arguments, "one",
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+    words = ("triton", "infer", "--max-tokens", "4", *arguments, "one")
+    done = await asyncio.to_thread(trtmesh, *words)
+    return done.returncode, done.stdout, done.stderr
 
 
 async def test_client_and_server_show_certificates(
