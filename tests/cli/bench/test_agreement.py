@@ -156,7 +156,8 @@ class Door:
 
     @property
     def requests(self) -> int:
-        return self.level * math.ceil(SECONDS * 1000 / GAP_MS / TOKENS)
+        """An odd number: of an even one not all tools take the same median."""
+        return (self.level * math.ceil(SECONDS * 1000 / GAP_MS / TOKENS) - 1) | 1
 
     def run(self, program: str, *arguments: str, **variables: str) -> None:
         """Runs a tool in a folder of its own."""
