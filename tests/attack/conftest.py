@@ -16,7 +16,7 @@ import grpc
 import psutil
 import pytest
 import pytest_asyncio
-from e2e.mesh import DEMO, PATIENT
+from e2e.mesh import DEMO, PATIENT, SMALL
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ServiceProcess, service_process
 
@@ -154,5 +154,5 @@ async def site() -> AsyncIterator[Site]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guided_site() -> AsyncIterator[Site]:
     """With an engine that follows guides."""
-    async with _served(("--model-dir", str(DEMO), "--torch-threads", "1"), 1_000) as site:
+    async with _served((*SMALL, "--torch-threads", "1"), 1_000) as site:
         yield site

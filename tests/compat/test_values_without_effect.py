@@ -14,7 +14,7 @@ import pytest_asyncio
 from compat.test_docs import PAGE
 from compat.test_every_input import NOT_FOR_BACKENDS
 from compat.triton import Triton
-from e2e.mesh import DEMO, Mesh, running_mesh
+from e2e.mesh import DEMO, SMALL, Mesh, running_mesh
 from tokenizers import Tokenizer
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
@@ -86,7 +86,7 @@ ROWS = rows()
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
     flags = (
-        *("--model-dir", str(DEMO), "--torch-dtype", "float32", "--torch-threads", "1"),
+        *(*SMALL, "--torch-dtype", "float32", "--torch-threads", "1"),
         # Other requests of a step would decide between candidates that nearly tie.
         *("--torch-kv-cache-tokens", "32768", "--torch-batch-invariant", "true"),
     )
