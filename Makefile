@@ -172,7 +172,7 @@ $(BIN)/python:
 
 $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into .venv: pip says what it fetches; torch is the largest, and the first time takes minutes ..."
-	@$(PIP) -e '.[tokenizer,engine,tls]'
+	@$(PIP) -e '.[tokenizer,engine,tls,bench]'
 	@touch $@
 
 $(INSTALLED_DEV): $(BIN)/python pyproject.toml constraints.txt

@@ -83,6 +83,14 @@ def test_up_without_the_extras_names_them(
     assert f"pip install 'trtmesh[{extras}]'" in result.stderr
 
 
+def test_bench_without_its_extra_names_it(installed: Path, tmp_path: Path) -> None:
+    """The engine's extra brings all of it but psutil."""
+    hidden = "import sys; sys.modules['psutil'] = None;"
+    result = trtmesh(installed, tmp_path, "bench", "serve", "grpc://127.0.0.1:1", prelude=hidden)
+    assert result.returncode == 1
+    assert "pip install 'trtmesh[bench]'" in result.stderr
+
+
 def test_up_serves_a_given_model(installed: Path, tmp_path: Path) -> None:
     flags = (*FREE_PORTS, "--model", str(DEMO), "--backend", "torch")
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

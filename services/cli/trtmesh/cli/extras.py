@@ -12,7 +12,7 @@ MODULE_OF_EXTRA = {
     "engine": "torch",
     "foreign": "smg_grpc_proto",
     "tls": "cryptography",
-    "bench": "numpy",
+    "bench": "psutil",
 }
 """A module of each extra of the package."""
 
