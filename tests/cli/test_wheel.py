@@ -83,9 +83,10 @@ def test_up_without_the_extras_names_them(
     assert f"pip install 'trtmesh[{extras}]'" in result.stderr
 
 
-def test_bench_without_its_extra_names_it(installed: Path, tmp_path: Path) -> None:
-    """The engine's extra brings all of it but psutil."""
-    hidden = "import sys; sys.modules['psutil'] = None;"
+@pytest.mark.parametrize("module", ["jinja2", "numpy", "psutil"])
+def test_bench_without_its_extra_names_it(installed: Path, tmp_path: Path, module: str) -> None:
+    """Other packages bring some of it."""
+    hidden = f"import sys; sys.modules[{module!r}] = None;"
     result = trtmesh(installed, tmp_path, "bench", "serve", "grpc://127.0.0.1:1", prelude=hidden)
     assert result.returncode == 1
     assert "pip install 'trtmesh[bench]'" in result.stderr

@@ -163,16 +163,14 @@ async def test_streams_survive_the_death_of_their_engine(found: RunningStack) ->
 def test_serve_compares_with_the_undisturbed_run(stack: Stack, tmp_path: Path) -> None:
     record = tmp_path / "runs.jsonl"
     asked = ("bench", "serve", f"grpc://{stack.wait_ready()}", "--record", str(record))
-    load = ("--requests", "12", "--concurrency", "6", "--output-tokens", "60")
+    load = ("--requests", "12", "--concurrency", "6,4", "--output-tokens", "60")
     place = {"XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
     done = trtmesh(*asked, *load, "--disrupt", "kill:engine@0.5s", env=place)
     assert done.returncode == 0, done.stderr
     assert "identical to the undisturbed run: 12 of 12 streams (100.00 %)" in done.stdout
-    calm, disturbed_run = read_runs(record)
-    assert calm.end is not None
-    assert disturbed_run.end is not None
-    assert calm.end.disruptions == ()
-    assert [each.kind for each in disturbed_run.end.disruptions] == ["kill"]
+    runs = read_runs(record)
+    kinds = [[each.kind for each in run.end.disruptions] for run in runs if run.end]
+    assert kinds == [[], ["kill"]] * 2
 
 
 async def test_frozen_process_runs_again(found: RunningStack) -> None:

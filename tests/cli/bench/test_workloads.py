@@ -299,9 +299,19 @@ async def test_special_tokens_belong_to_the_length() -> None:
 
 
 def test_wrong_tokenizers_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"--tokenizer is .*tokenizer\.json is not a usable"):
+    with pytest.raises(SettingsError, match=r"--tokenizer is .*, but must be a tokenizer\.json"):
         local_tokenizer(tmp_path)
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{")
     with pytest.raises(SettingsError, match="is not a usable tokenizer"):
         local_tokenizer(broken)
+
+
+@pytest.mark.parametrize("name", ["other.json", "nonexistent.json", "no-such-folder", "tokenizer"])
+def test_no_other_tokenizer_is_taken_than_the_named_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((TOKENIZER / "tokenizer.json").read_bytes())
+    (tmp_path / "other.json").write_text("{}")
+    local_tokenizer(tmp_path)
+    local_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(SettingsError, match="must be a tokenizer"):
+        local_tokenizer(tmp_path / name)

@@ -7,19 +7,23 @@ from importlib.util import find_spec
 
 from trtmesh.chassis.errors import StartupError
 
-MODULE_OF_EXTRA = {
-    "tokenizer": "tokenizers",
-    "engine": "torch",
-    "foreign": "smg_grpc_proto",
-    "tls": "cryptography",
-    "bench": "psutil",
+MODULES_OF_EXTRA = {
+    "tokenizer": ("tokenizers",),
+    "engine": ("torch",),
+    "foreign": ("smg_grpc_proto",),
+    "tls": ("cryptography",),
+    "bench": ("jinja2", "numpy", "psutil"),
 }
-"""A module of each extra of the package."""
+"""What tells that an extra of the package is installed: other packages bring some of its modules."""
 
 
 def check_extras(needed: Iterable[str]) -> None:
     """Raises StartupError with the extras to install."""
-    missing = [extra for extra in needed if find_spec(MODULE_OF_EXTRA[extra]) is None]
+    missing = [
+        extra
+        for extra in needed
+        if any(find_spec(module) is None for module in MODULES_OF_EXTRA[extra])
+    ]
     if missing:
         raise StartupError(
             f"parts of the package are not installed: pip install 'trtmesh[{','.join(missing)}]'"

@@ -1,5 +1,5 @@
 """Groups of options: a dataclass as a parameter of a command stands for an option per field. `PANEL`, a class variable,
-is the help title of a whole group."""
+is the panel of help of those of its options that name none."""
 
 from __future__ import annotations
 

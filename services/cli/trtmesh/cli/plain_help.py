@@ -1,5 +1,5 @@
-"""Commands whose help costs little: plain text by panels, since to import rich and to draw by it takes as long as all
-else, and without pydantic, a quarter of the rest."""
+"""Commands whose help costs little: plain text by panels. To import rich and draw with it takes as long as all else,
+and pydantic a quarter of the rest, so both are avoided."""
 
 from __future__ import annotations
 

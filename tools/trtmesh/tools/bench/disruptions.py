@@ -45,6 +45,7 @@ class Faults:
 
     async def run(self, clock: Callable[[], float]) -> None:
         """When the task is cancelled, what was frozen, drained or changed is as before."""
+        self.made = []
         async with asyncio.TaskGroup() as group:
             for number, fault in enumerate(self._faults):
                 group.create_task(self._suffer(fault, Random(f"{self._seed} {number}"), clock))
@@ -59,7 +60,7 @@ class Faults:
             error = ""
         except psutil.NoSuchProcess:
             error = "the process ended before"
-        except (FaultFailed, TrtmeshError) as failure:
+        except (FaultFailed, TrtmeshError, psutil.Error) as failure:
             error = str(failure)
         finally:
             self.made.append(Disruption(fault.kind, target, began, max(began, clock()), error))

@@ -16,6 +16,7 @@ from trtmesh.tools.bench.measuring import Setup, Watch, batched, measure, server
 from trtmesh.tools.bench.options import ClientOptions, LoadOptions, TargetOptions
 from trtmesh.tools.bench.record import AnswerOutcome, Load, Plan, Run
 from trtmesh.tools.bench.report import ReportOptions
+from trtmesh.tools.bench.targets.target import Url
 from trtmesh.tools.bench.workloads.options import WorkloadOptions
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ async def served(
     seed: int,
 ) -> int:
     reports.check()
-    disruption.faults()
     connecting = connection.connecting(target)
+    turns = _turns(disruption, connecting.url, seed)
     if load.batch > 1 and connecting.url.protocol != "grpc":
         raise SettingsError("is for grpc:// alone", setting="--batch")
     setup = Setup(connecting, str(workload), client, seed, load.warmup, load.duration)
@@ -44,7 +45,7 @@ async def served(
     async with watching(client) as watch:
         ended = OK
         try:
-            await _sweep(runs, setup, loads, plans, watch, disruption)
+            await _sweep(runs, setup, loads, plans, watch, turns)
         except asyncio.CancelledError:
             ended = INTERRUPTED
         except (TrtmeshError, StartupError) as error:
@@ -55,21 +56,25 @@ async def served(
     return report(runs, reports, checks=client.echo) or ended or watch.told()
 
 
+def _turns(disruption: DisruptionOptions, url: Url, seed: int) -> Sequence[Faults | None]:
+    """An undisturbed run, and one with the faults, if any. Raises SettingsError."""
+    if not disruption.faults():
+        return (None,)
+    # Needs psutil.
+    from trtmesh.tools.bench.disruptions import faults_of
+
+    return None, faults_of(disruption, url, seed)
+
+
 async def _sweep(
     runs: list[Run],
     setup: Setup,
     loads: Sequence[Load],
     plans: Sequence[Plan],
     watch: Watch,
-    disruption: DisruptionOptions,
+    turns: Sequence[Faults | None],
 ) -> None:
     """Adds a run for each load, with faults behind the undisturbed one, and compares both. Ctrl-C ends it."""
-    turns: list[Faults | None] = [None]
-    if disruption.disrupt:
-        # Needs psutil.
-        from trtmesh.tools.bench.disruptions import faults_of
-
-        turns.append(faults_of(disruption, setup.connecting.url, setup.seed))
     for load in loads:
         for faults in turns:
             runs.append(await measure(setup, load, plans, replace(watch, disruptor=faults)))

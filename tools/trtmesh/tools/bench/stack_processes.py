@@ -29,7 +29,7 @@ class StackProcess:
 
 def processes_of(stack: RunningStack) -> list[StackProcess]:
     """The living processes of the services, in the order of their start."""
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.Error):
         children = sorted(psutil.Process(stack.pid).children(), key=lambda each: each.pid)
         return [service for each in children for service in _service_of(each)]
     return []

@@ -138,10 +138,13 @@ class WorkloadOptions:
         if not self.workload:
             own |= {"input_tokens": self.input_tokens or INPUT_TOKENS}
             own |= {"output_tokens": self.output_tokens or OUTPUT_TOKENS}
+        idle = {"requests", "tokenizer"}
+        idle |= set() if self.prefix_groups else {"prefix_tokens"}
+        idle |= set() if self.adapter else {"adapter_skew"}
         told = {
             each.name.replace("_", " "): own[each.name]
             for each in fields(self)
-            if each.name not in ("requests", "tokenizer") and own[each.name] != each.default
+            if each.name not in idle and own[each.name] != each.default
         }
         return ", ".join(
             f"{name} {value.name if isinstance(value, Path) else value}"
