@@ -68,17 +68,15 @@ async def one_token_words(count: Count, candidates: Sequence[str] = COMMON) -> W
     return Words(words, special=least - 1)
 
 
-TOKENIZER = "tokenizer.json"
-
-
 def load_tokenizer(path: Path, setting: str) -> Tokenizer:
     """That of a model's directory, or of the `tokenizer.json` in it. Raises SettingsError."""
+    from trtmesh.chassis.tokenizer_loading import TOKENIZER_FILE
     from trtmesh.chassis.tokenizer_loading import load_tokenizer as load
 
-    file = path / TOKENIZER if path.is_dir() else path
-    if file.name != TOKENIZER or not file.is_file():
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if file.name != TOKENIZER_FILE or not file.is_file():
         raise SettingsError(
-            f"is {path}, but must be a {TOKENIZER}, or a directory with one", setting=setting
+            f"is {path}, but must be a {TOKENIZER_FILE}, or a directory with one", setting=setting
         )
     try:
         return load(file.parent)
