@@ -100,6 +100,35 @@ async def test_a_server_is_read_during_the_run(monkeypatch: pytest.MonkeyPatch) 
     assert len(metrics.problems) == 2
 
 
+async def test_a_run_shorter_than_a_reading_has_one() -> None:
+    async with serving(web.Response(body=TEXT)) as (url, _):
+        metrics = ServerMetrics(url)
+        task = asyncio.create_task(metrics.run(lambda: 1.0))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    (only,) = metrics.samples()
+    assert only.counters["own_tokens_total"] == 7.0
+    assert metrics.problems == []
+
+
+async def test_readings_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_metrics, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(server_metrics, "MOST_HELD_BYTES", len(TEXT))
+    async with serving(web.Response(body=TEXT)) as (url, _):
+        metrics = ServerMetrics(url)
+        task = asyncio.create_task(metrics.run(lambda: 1.0))
+        async with asyncio.timeout(30):
+            while not metrics.problems:  # noqa: ASYNC110 - no event tells of a problem
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    assert len([*metrics.samples()]) == 2
+    assert {*metrics.problems} == {"a run keeps no more than 0 MiB of readings"}
+
+
 @pytest.mark.parametrize(
     ("answer_of_server", "why"),
     [

@@ -16,7 +16,7 @@ READ_SECONDS = 5.0
 MOST_BYTES = 8 << 20
 """Of one reading."""
 MOST_HELD_BYTES = 256 << 20
-"""Of all readings of a run; the later ones are left out."""
+"""Of all readings of a run; later ones are not made."""
 MOST_NAMES = 2000
 
 OPTION = "--metrics"
@@ -41,18 +41,26 @@ class ServerMetrics:
             raise SettingsError(f"{self.source}: {error}", setting=OPTION) from error
 
     async def run(self, clock: Callable[[], float]) -> None:
-        """Reads each second by the clock of the run; is cancelled when the run ends."""
-        self._held, held = [], 0
+        """Reads each second by the clock of the run, and once more when it is cancelled, as the run ends."""
+        self._held = []
         async with _session() as session:
-            while held < MOST_HELD_BYTES:
-                try:
-                    text = await _read(session, self._url)
-                    self._held.append((clock(), text))
-                    held += len(text)
-                except ValueError as error:
-                    self.problems.append(str(error))
-                await asyncio.sleep(PERIOD_SECONDS)
-        self.problems.append(f"no reading was kept beyond {MOST_HELD_BYTES >> 20} MiB")
+            try:
+                while True:
+                    await self._keep(session, clock)
+                    await asyncio.sleep(PERIOD_SECONDS)
+            finally:
+                await self._keep(session, clock)
+
+    async def _keep(self, session: aiohttp.ClientSession, clock: Callable[[], float]) -> None:
+        try:
+            if sum(len(text) for _, text in self._held) > MOST_HELD_BYTES:
+                raise ValueError(
+                    f"a run keeps no more than {MOST_HELD_BYTES >> 20} MiB of readings"
+                )
+            text = await _read(session, self._url)
+            self._held.append((clock(), text))
+        except ValueError as error:
+            self.problems.append(str(error))
 
     def samples(self) -> Iterator[MetricsSample]:
         """Of the last run."""
