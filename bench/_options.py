@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import uvloop
 
@@ -24,7 +24,8 @@ def tell(what: str, figures: object) -> None:
 
 
 def options_of(main: Callable[..., object], given: Sequence[str] | None = None) -> dict[str, Any]:
-    """An option for each parameter: a tuple takes several values, `Annotated` has the choices, bool is a flag."""
+    """An option for each parameter: a tuple takes several values, `Annotated` or a `Literal` has the choices, bool is a
+    flag."""
     parser = argparse.ArgumentParser(description=inspect.getmodule(main).__doc__)
     for name, each in inspect.signature(main, eval_str=True).parameters.items():
         kind, choices = each.annotation, None
@@ -34,9 +35,12 @@ def options_of(main: Callable[..., object], given: Sequence[str] | None = None) 
         if kind is bool:
             parser.add_argument(flag, action="store_true")
             continue
+        of_value = next(iter(get_args(kind)), kind)
+        if get_origin(of_value) is Literal:
+            of_value, choices = str, get_args(of_value)
         parser.add_argument(
             flag,
-            type=next(iter(get_args(kind)), kind),
+            type=of_value,
             nargs="*" if get_origin(kind) is tuple else None,
             choices=choices and [*choices],
             default=None if needed else each.default,

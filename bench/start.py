@@ -3,8 +3,9 @@
 The longest gap of 16 streams beside bursts of 64, 500 and 2,000 starts and 500 cancels; requests a second and CPU a
 request, one after the other, with pauses of 10 ms, and many at once, by the native door and by `ensemble`; time to
 first token of one request and of 64 that begin together, with texts of 9 and of 200 tokens; what the mesh adds to a
-lone request of 200 tokens; CPU of a step with 1 to 256 streams. `counts` does not depend on the machine: what each
-process does for a lone request of one token and for a lone step, as `tests/house/profiled.py` counts it.
+lone request of 200 tokens; CPU of a step with 1 to 256 streams. Requests and first tokens are measured with the
+processes that `--shapes` names. `counts` does not depend on the machine: what each process does for a lone request of
+one token and for a lone step, as `tests/house/profiled.py` counts it.
 `floor` is a server that only sends messages through grpc.aio. Every request must end with its tokens, or the run fails.
 `--peer triton://HOST:PORT` or `--peer native://HOST:PORT` measures another system in the same run and with the same
 client, without its CPU. Its streams have bounded lengths, and none is cancelled: Triton goes on with cancelled requests
@@ -302,7 +303,12 @@ async def measure_peer(url: str, bursts: Sequence[int], runs: int, seconds: floa
 
 
 async def measure(
-    parts: Sequence[str], doors: Sequence[str], bursts: Sequence[int], runs: int, seconds: float
+    parts: Sequence[str],
+    doors: Sequence[str],
+    shapes: Sequence[Shape],
+    bursts: Sequence[int],
+    runs: int,
+    seconds: float,
 ) -> Figures:
     """The rows of trtmesh."""
     results = Figures()
@@ -311,20 +317,23 @@ async def measure(
             shape: await measure_counts(shape, doors, runs) for shape in get_args(Shape)
         }
     paced = ("--metrics-port", "0", *burst.ENGINE)
-    if {"requests", "lone"} & set(parts):
-        with stack("--simulated-timing-step-ms", "0") as mesh:
-            if "requests" in parts:
-                loads = [load for load in LOADS if load.door in doors]
-                results["requests"] = await measure_requests(
-                    mesh.address, mesh, loads, seconds, runs
-                )
-            if "lone" in parts:
-                results["lone"] = await measure_lone(mesh, runs)
+    at_once = "--simulated-timing-step-ms", "0"
+    if "requests" in parts:
+        loads = [load for load in LOADS if load.door in doors]
+        by_shape = results["requests"] = Figures()
+        for shape in shapes:
+            with stack(*at_once, shape=shape) as mesh:
+                by_shape[shape] = await measure_requests(mesh.address, mesh, loads, seconds, runs)
+    if "lone" in parts:
+        with stack(*at_once) as mesh:
+            results["lone"] = await measure_lone(mesh, runs)
     if "first_tokens" in parts:
-        with stack(*paced) as mesh:
-            results["first_tokens"] = {
-                door: await measure_first_tokens(mesh.address, door, runs) for door in doors
-            }
+        by_shape = results["first_tokens"] = Figures()
+        for shape in shapes:
+            with stack(*paced, shape=shape) as mesh:
+                by_shape[shape] = {
+                    door: await measure_first_tokens(mesh.address, door, runs) for door in doors
+                }
     if "gaps" in parts:
         with stack(*paced) as mesh:
             results["gaps"] = await burst.measure(mesh.address, 16, bursts, runs)
@@ -344,13 +353,14 @@ async def main(
     *,
     parts: Annotated[tuple[str, ...], PARTS] = PARTS,
     doors: Annotated[tuple[str, ...], DOORS] = tuple(DOORS),
+    shapes: tuple[Shape, ...] = ("three processes",),
     bursts: tuple[int, ...] = (64, 500, 2000),
     runs: int = 5,
     seconds: float = 1.0,
     peer: str | None = None,
 ) -> Figures:
     """`seconds` is the time of a load in each of the runs, `peer` triton://HOST:PORT or native://HOST:PORT."""
-    results = await measure(parts, doors, bursts, runs, seconds)
+    results = await measure(parts, doors, shapes, bursts, runs, seconds)
     if peer:
         results["peer"] = {"address": peer} | await measure_peer(peer, bursts, runs, seconds)
     return {"step_ms": STEP_MS, **results}
