@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError, Unsupported
+from trtmesh.chassis.errors import DeadlineExceeded, InvalidRequest, TrtmeshError, Unsupported
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.templates.outputs import (
@@ -32,19 +32,26 @@ class Answer(NamedTuple):
     only_end: bool = False
 
 
-class AnswerStream:
-    """The answers of a request, in order."""
+class OnlyResponse(Sink[Answer]):
+    """Takes the answers of a call that has a single response, and raises the error of any other."""
 
-    def __init__(self, answers: AsyncIterator[Answer]) -> None:
-        self._answers = answers
+    def __init__(self) -> None:
+        self.outputs: Sequence[Output] | None = None
 
-    def __aiter__(self) -> AsyncIterator[Answer]:
-        return self._answers
+    def write_now(self, message: Answer) -> bool:
+        return False
 
-    async def forward(self, sink: Sink[Answer]) -> None:
-        """Passes all answers to a sink."""
-        async for answer in self:
-            await sink.write(answer)
+    async def write(self, message: Answer) -> None:
+        if message.error is not None:
+            raise message.error
+        if message.only_end == (self.outputs is None):
+            raise Quoted(
+                "generate expects model to produce exactly 1 response, use generate stream for model that generates"
+                " various number of responses",
+                InvalidRequest(),
+            )
+        if not message.only_end:
+            self.outputs = message.outputs
 
 
 ItemError = Callable[[router_pb.ItemFailed], TrtmeshError]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -14,13 +12,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import (
-    AbstractContextManager,
-    aclosing,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,10 +24,10 @@ from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.doors.generation import Caller, GenerationCall, RunningCall, trace_of
-from trtmesh.router.doors.triton.answers import Answer, Answers, AnswerStream, PlainText
+from trtmesh.router.doors.triton.answers import Answer, Answers, PlainText
 from trtmesh.router.doors.triton.bls_loop import BlsLoop
 from trtmesh.router.doors.triton.engines import Engines
-from trtmesh.router.doors.triton.statistics import Counting
+from trtmesh.router.doors.triton.statistics import Counting, Timed
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate, ItemFailure
 from trtmesh.router.doors.triton.templates.outputs import RowOutput, SequenceOutput
 from trtmesh.router.doors.triton.templates.template import Call, Model
@@ -119,15 +111,15 @@ class Generations:
         if running is not None:
             running.stop(())
 
-    @asynccontextmanager
     async def run(
         self,
         counting: Counting,
         message: ReceivedMessage,
         template: GenerationTemplate,
         caller: Caller,
-    ) -> AsyncIterator[AnswerStream]:
-        """The answers of a call, while inside. Raises TrtmeshError."""
+        sink: Sink[Answer],
+    ) -> None:
+        """Passes the answers of a call to a sink. Raises TrtmeshError."""
         call = without_decoder_start(counting.call, self._engines)
         sizes = (
             wrap_size(call, self._engines),
@@ -137,10 +129,8 @@ class Generations:
         with self._call_of(call.model, call.arrived_ns / 1e9, trace) as generation:
             owner = caller.identity
             call, request = await message.run(partial(_read, template, call, *sizes))
-            if self._may_loop(call.model, request):
-                loop = self._loop_of(counting, call, template, request, caller, generation)
-                async with aclosing(loop):
-                    yield AnswerStream(loop)
+            if call.model.draft_model and self._may_loop(call.model, request):
+                await self._loop(counting, call, template, request, caller, generation, sink)
                 return
             if name := self._mesh_name(owner, call.request_id):
                 request = replace(request, request_id=name)
@@ -152,13 +142,12 @@ class Generations:
                 apart = call.streaming and not call.model.merge_tokens and not has_beams(request)
                 complete = partial(self._complete, call.model, answers)
                 unmerged = Unmerged() if apart else None
-                told = GeneratedAnswers(live, answers, complete, limit, unmerged, self._metrics)
+                told = GeneratedAnswers(live, answers, complete, unmerged, self._metrics, sink)
                 with (
                     self._known(owner, call.request_id, live),
-                    counting.timed(answers, live),
+                    Timed(counting, answers, live),
                 ):
-                    async with aclosing(told.each):
-                        yield told
+                    await told.forward(limit)
 
     def _known(
         self, owner: Identity, name: str, running: LiveRequest | BlsLoop
@@ -178,12 +167,12 @@ class Generations:
     def _may_loop(self, model: Model, request: GenerationRequest) -> bool:
         """Whether a model of the mesh drafts for a request that asks for it, and the other can verify."""
         draft = request.items[0].config.draft
-        if not model.draft_model or draft is None or not draft.num_draft_tokens:
+        if draft is None or not draft.num_draft_tokens:
             return False
         needed = ("draft.token_ids", "draft.logits")[: 1 + draft.use_draft_logits]
         return all(self._engines.support(model, field) for field in needed)
 
-    async def _loop_of(
+    async def _loop(
         self,
         counting: Counting,
         call: Call,
@@ -191,8 +180,9 @@ class Generations:
         request: GenerationRequest,
         caller: Caller,
         generation: GenerationCall,
-    ) -> AsyncGenerator[Answer]:
-        """The answers of rounds over two models."""
+        sink: Sink[Answer],
+    ) -> None:
+        """Passes on the answers of rounds over two models."""
         owner, name = caller.identity, call.request_id
         answers = self._answers_of(call, template, request)
         loop = BlsLoop(
@@ -203,7 +193,7 @@ class Generations:
             caller,
             generation,
             partial(self._mesh_name, owner, name),
-            partial(counting.timed, answers),
+            partial(Timed, counting, answers),
         )
         limit = TimeLimit(call.timeout_seconds)
         with self._known(owner, name, loop):
@@ -212,7 +202,7 @@ class Generations:
                     answers.see(waiting)
                     await self._complete(call.model, answers)
                     for answer in answers.take():
-                        yield answer
+                        await sink.write(answer)
                         self._metrics.client_messages += 1
 
     def _answers_of(
@@ -253,50 +243,35 @@ class Generations:
         return prompt + text if start < 0 else whole[: start + len(text)]
 
 
-class GeneratedAnswers(AnswerStream, Sink[Sequence[Waiting]]):
-    """The answers until all rows are over; with `unmerged`, at least one for each token."""
+class GeneratedAnswers(Sink[Sequence[Waiting]]):
+    """Makes answers of events and passes them on; with `unmerged`, at least one for each token."""
 
     def __init__(
         self,
         live: LiveRequest,
         answers: Answers | PlainText,
         complete: Callable[[], Awaitable[None]],
-        limit: TimeLimit,
         unmerged: Unmerged | None,
         metrics: RouterMetrics,
+        sink: Sink[Answer],
     ) -> None:
         """`complete` completes the texts of what was seen."""
-        self.each = self._each()
-        super().__init__(self.each)
         self._client, self._seen, self._complete = live.client, answers, complete
-        self._limit, self._unmerged, self._metrics = limit, unmerged, metrics
-        self._sink: Sink[Answer]
+        self._unmerged, self._metrics, self._sink = unmerged, metrics, sink
         self._untold = deque[Answer]()
         """Answers to the message under way."""
 
-    async def _each(self) -> AsyncGenerator[Answer]:
-        while (waiting := await self._limit.keep(self._client.next_entries())) is not None:
-            async for answer in self._answers_to(waiting):
-                yield answer
-                self._metrics.client_messages += 1
-
-    async def _answers_to(self, waiting: Sequence[Waiting]) -> AsyncGenerator[Answer]:
-        for part in self._parts(waiting):
-            self._seen.see(part)
-            await self._complete()
-            for answer in self._seen.take():
-                yield answer
+    async def forward(self, limit: TimeLimit) -> None:
+        """Passes all answers on until all rows are over: without a limit, most in the pass in which they become
+        ready."""
+        if not limit.is_set:
+            await self._client.forward(self)
+            return
+        while (waiting := await limit.keep(self._client.next_entries())) is not None:
+            await self.write(waiting)
 
     def _parts(self, waiting: Sequence[Waiting]) -> Iterable[Sequence[Waiting]]:
         return self._unmerged.parts(waiting) if self._unmerged else (waiting,)
-
-    async def forward(self, sink: Sink[Answer]) -> None:
-        """Passes all answers to a sink, most in the pass in which they become ready."""
-        if self._limit.is_set:
-            await super().forward(sink)
-            return
-        self._sink = sink
-        await self._client.forward(self)
 
     def write_now(self, message: Sequence[Waiting]) -> bool:
         if not isinstance(self._seen, PlainText):
@@ -315,7 +290,10 @@ class GeneratedAnswers(AnswerStream, Sink[Sequence[Waiting]]):
         if not self._untold and self.write_now(message):
             return
         if not self._untold:
-            self._untold += [answer async for answer in self._answers_to(message)]
+            for part in self._parts(message):
+                self._seen.see(part)
+                await self._complete()
+                self._untold += self._seen.take()
         while self._untold:
             await self._sink.write(self._untold.popleft())
             self._metrics.client_messages += 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from time import monotonic
@@ -18,10 +17,11 @@ from trtmesh.chassis.errors import (
     UnsupportedField,
 )
 from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.quoting import cut
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller, ErrorWording
-from trtmesh.router.doors.triton.answers import Answer, AnswerStream
+from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import read_call
 from trtmesh.router.doors.triton.generations import Generations
 from trtmesh.router.doors.triton.metrics import EngineFigures, TritonMetrics
@@ -201,27 +201,22 @@ class TritonServer:
         response.settings["log_file"].string_param = ""
         return response
 
-    @asynccontextmanager
     async def serve(
-        self, call: Call, message: ReceivedMessage, caller: Caller
-    ) -> AsyncIterator[AnswerStream]:
-        """The answers of a call, while inside. Raises TrtmeshError, for the door to speak."""
+        self, call: Call, message: ReceivedMessage, caller: Caller, sink: Sink[Answer]
+    ) -> None:
+        """Passes the answers of a call to a sink. Raises TrtmeshError, for the door to speak."""
         with self._statistics.counting(call) as counting:
             template = call.model.template
-            if isinstance(template, TokenizerTemplate):
+            if not isinstance(template, GenerationTemplate):
+                assert isinstance(template, TokenizerTemplate)
                 outputs = await template.outputs_of(call, self._texts)
-                yield AnswerStream(_only(Answer(outputs, final=True)))
-            elif isinstance(template, GenerationTemplate) and call.stops:
+                await sink.write(Answer(outputs, final=True))
+            elif call.stops:
                 self._generations.stop(call, template, caller.identity)
                 template.check_stopped()
-                yield AnswerStream(_only(Answer(final=True)))
-            elif isinstance(template, GenerationTemplate):
-                async with self._generations.run(counting, message, template, caller) as answers:
-                    yield answers
-
-
-async def _only(answer: Answer) -> AsyncIterator[Answer]:
-    yield answer
+                await sink.write(Answer(final=True))
+            else:
+                await self._generations.run(counting, message, template, caller, sink)
 
 
 def _check_log_settings(asked: Mapping[str, Any]) -> None:

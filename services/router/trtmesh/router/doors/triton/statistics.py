@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Self
 
 from trtmesh.chassis.errors import Blame, TrtmeshError
 from trtmesh.chassis.metrics import Histogram
@@ -28,6 +30,19 @@ LENGTH_BOUNDS = (10, 50, 100, 500, 1000)
 
 
 @dataclass(slots=True)
+class _Served:
+    """The requests to a model by its own name, and the sum of each phase of those that succeeded."""
+
+    succeeded: int = 0
+    rows: int = 0
+    last_ms: int = 0
+    phases: list[int] = field(default_factory=lambda: [0] * len(Spent._fields))
+    failed: Counter[str] = field(default_factory=Counter)
+    """Those that failed, of other models in which this one generates too."""
+    failure_ns: int = 0
+
+
+@dataclass(slots=True)
 class Counts:
     """Counts of a model. A request is an execution."""
 
@@ -42,19 +57,16 @@ class Counts:
     rows: int = 0
     last_ms: int = 0
 
-    def succeed(self, rows: int, total: int, share: Share) -> None:
-        self.succeeded += 1
-        self.rows += rows
-        self.success_ns += total
+    def add(self, served: _Served, success_ns: int, share: Share) -> None:
+        """Counts what succeeded, with this model's share of its time."""
+        self.succeeded += served.succeeded
+        self.rows += served.rows
+        self.success_ns += success_ns
         self.queue_ns += share.queued
         self.input_ns += share.input
         self.infer_ns += share.infer
         self.output_ns += share.output
-        self.last_ms = time.time_ns() // 1_000_000
-
-    def fail(self, reason: str, ns: int) -> None:
-        self.failed[reason] += 1
-        self.failure_ns += ns
+        self.last_ms = max(self.last_ms, served.last_ms)
 
 
 @dataclass(slots=True)
@@ -65,10 +77,13 @@ class TokenLengths:
     outputs: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
 
 
-class Counting:
-    """A request being served."""
+class Counting(AbstractContextManager["Counting"]):
+    """The block of a request: failed where something is raised inside or answered as an error."""
 
-    def __init__(self, call: Call, steps: Sequence[Model], core: Model | None) -> None:
+    def __init__(
+        self, statistics: Statistics, call: Call, steps: Sequence[Model], core: Model | None
+    ) -> None:
+        self._statistics = statistics
         self.call = call
         self.steps = steps
         self.core = core
@@ -87,36 +102,38 @@ class Counting:
         """Its request of the mesh, while that runs."""
         self._read_ns = time.monotonic_ns() - call.arrived_ns
 
-    @contextmanager
-    def timed(self, answers: Answers | PlainText, live: LiveRequest) -> Iterator[None]:
-        """Follows a request of the mesh, and reads its items at the end."""
-        self.live = live
-        try:
-            yield
-            self._generated(live.items, answers.error)
-        finally:
-            self.live = None
+    def __enter__(self) -> Self:
+        self._statistics.running.add(self)
+        return self
 
-    def _generated(self, items: Sequence[ItemRun], error: TrtmeshError | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        self._statistics.running.discard(self)
+        self._statistics.ended(self, error or self.error)
+
+    def generated(self, items: Sequence[ItemRun], error: TrtmeshError | None) -> None:
+        """Reads the items of a request of the mesh at its end, and the `error` that it was answered with, if any."""
         self.error = error
         self.lengths = [(item.prompt_tokens, item.generated_tokens) for item in items]
         first = items[0]
         self._encode_ns = int(first.encode_seconds * 1e9)
         waited = (first.queue_seconds or 0.0) - first.encode_seconds
         self._queue_ns = max(0, int(waited * 1e9))
-        last = max(items, key=lambda item: item.over_ns)
+        last = max(items, key=attrgetter("over_ns"))
         self._over_ns, self._decode_ns = last.over_ns, last.over_ns - last.generated_ns
-
-    @property
-    def elapsed_ns(self) -> int:
-        return time.monotonic_ns() - self.call.arrived_ns
 
     def spent(self) -> Spent:
         """The phases until now."""
-        elapsed = self.elapsed_ns
-        writing = self.call.arrived_ns + elapsed - self._over_ns if self._over_ns else 0
-        known = Spent(self._read_ns, self._encode_ns, self._queue_ns, 0, self._decode_ns, writing)
-        return known._replace(generating=max(0, elapsed - known.total))
+        now = time.monotonic_ns()
+        read, encoding, queued, decoding = (
+            self._read_ns,
+            self._encode_ns,
+            self._queue_ns,
+            self._decode_ns,
+        )
+        writing = now - self._over_ns if self._over_ns else 0
+        known = read + encoding + queued + decoding + writing
+        generating = max(0, now - self.call.arrived_ns - known)
+        return Spent(read, encoding, queued, generating, decoding, writing)
 
     @property
     def pending(self) -> bool:
@@ -125,52 +142,61 @@ class Counting:
         return live is not None and all(item.queue_seconds is None for item in live.items)
 
 
+class Timed(AbstractContextManager[None]):
+    """The block of a request of the mesh, whose items are read at its end."""
+
+    def __init__(self, counting: Counting, answers: Answers | PlainText, live: LiveRequest) -> None:
+        self._counting, self._answers = counting, answers
+        counting.live = self._live = live
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        self._counting.live = None
+        if error is None:
+            self._counting.generated(self._live.items, self._answers.error)
+
+
 class Statistics:
     """Counts requests by model, once their inputs are read. Requests to an ensemble or BLS count for the steps too."""
 
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._models = models
         self._steps = {name: self._steps_of(model) for name, model in models.items()}
-        self._counts = defaultdict[str, Counts](Counts)
-        self._running: set[Counting] = set()
+        self._served = defaultdict[str, _Served](_Served)
+        self.running: set[Counting] = set()
         self.lengths = defaultdict[str, TokenLengths](TokenLengths)
         """Token lengths by generating model."""
 
-    @contextmanager
-    def counting(self, call: Call) -> Iterator[Counting]:
-        """Counts a request: as failed where something is raised inside or answered as an error."""
-        steps, core = self._steps[call.model.name]
-        counting = Counting(call, steps, core)
-        self._running.add(counting)
-        try:
-            yield counting
-        except BaseException as error:
-            self._fail(counting, error)
-            raise
-        else:
-            if counting.error is not None:
-                self._fail(counting, counting.error)
-            else:
-                self._succeed(counting)
-        finally:
-            self._running.discard(counting)
+    def counting(self, call: Call) -> Counting:
+        """The block of a request, which counts it."""
+        return Counting(self, call, *self._steps[call.model.name])
 
     def counts(self) -> dict[str, Counts]:
-        """A copy of the counts by model, for another thread; omits models without requests."""
-        return dict(self._counts)
+        """The counts by model, for any thread; omits models without requests."""
+        counts = defaultdict[str, Counts](Counts)
+        for name, served in list(self._served.items()):
+            own, model = counts[name], self._models[name]
+            own.failed, own.failure_ns = served.failed, served.failure_ns
+            if not served.succeeded:
+                continue
+            spent = Spent._make(served.phases)
+            own.add(served, sum(spent), _own_share(model, spent))
+            for step in self._steps[name][0]:
+                share = step.template.share(spent)
+                counts[step.name].add(served, sum(share), share)
+        return counts
 
     def pending(self) -> Counter[str]:
         """Requests waiting for execution, by model."""
         return Counter(
             model.name
-            for counting in list(self._running)
+            for counting in list(self.running)
             if counting.pending
             for model in (counting.call.model, *counting.steps)
         )
 
     def describe(self, model: Model) -> grpc_service_pb2.ModelStatistics:
         """The counts of one model."""
-        counts = self._counts.get(model.name, Counts())
+        counts = self.counts().get(model.name, Counts())
         answer = grpc_service_pb2.ModelStatistics(
             name=model.name,
             version=MODEL_VERSION,
@@ -198,13 +224,18 @@ class Statistics:
         steps = [self._models[name] for name in names if name in self._models]
         return steps, next((each for each in (model, *steps) if each.template.is_core), None)
 
-    def _succeed(self, counting: Counting) -> None:
+    def ended(self, counting: Counting, error: BaseException | None) -> None:
+        """Counts a request, which ends with an error if any."""
+        if error is not None:
+            self._fail(counting, error)
+            return
         call, spent = counting.call, counting.spent()
-        own = self._counts[call.model.name]
-        own.succeed(call.batch_size, spent.total, _own_share(call.model, spent))
-        for step in counting.steps:
-            share = step.template.share(spent)
-            self._counts[step.name].succeed(call.batch_size, share.total, share)
+        own = self._served[call.model.name]
+        own.succeeded += 1
+        own.rows += call.batch_size
+        own.last_ms = time.time_ns() // 1_000_000
+        for phase, ns in enumerate(spent):
+            own.phases[phase] += ns
         if counting.lengths and counting.core is not None:
             lengths = self.lengths[counting.core.name]
             for prompt_tokens, generated_tokens in counting.lengths:
@@ -212,12 +243,15 @@ class Statistics:
                 lengths.outputs.observe(generated_tokens)
 
     def _fail(self, counting: Counting, error: BaseException) -> None:
-        reason, ns = failure_reason(error), counting.elapsed_ns
+        reason = failure_reason(error)
+        ns = time.monotonic_ns() - counting.call.arrived_ns
         failed = [counting.call.model]
         if counting.core is not None and counting.core is not counting.call.model:
             failed.append(counting.core)
         for model in failed:
-            self._counts[model.name].fail(reason, ns)
+            served = self._served[model.name]
+            served.failed[reason] += 1
+            served.failure_ns += ns
 
 
 def _own_share(model: Model, spent: Spent) -> Share:

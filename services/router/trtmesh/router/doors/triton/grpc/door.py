@@ -19,7 +19,7 @@ from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import ErrorWording, caller_of
-from trtmesh.router.doors.triton.answers import Answer
+from trtmesh.router.doors.triton.answers import Answer, OnlyResponse
 from trtmesh.router.doors.triton.calls import MOST_ID_CHARACTERS
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
 from trtmesh.router.doors.triton.server import (
@@ -108,11 +108,10 @@ class TritonDoor:
             with message.admitted():
                 call = await self._server.read(message, request, wording, model, unary=True)
                 caller = caller_of(self._callers, context)
-                async with self._server.serve(call, message, caller) as answers:
-                    (answer,) = [answer async for answer in answers]
-                    if answer.error is not None:
-                        raise answer.error
-            return ResponseWriter(model.name, request.id).unary(answer.outputs)
+                response = OnlyResponse()
+                await self._server.serve(call, message, caller, response)
+            assert response.outputs is not None
+            return ResponseWriter(model.name, request.id).unary(response.outputs)
         raise AssertionError("answering ends the call")
 
     async def stream_infer(self, requests: AsyncIterator[Any], context: ServedContext) -> None:
@@ -203,8 +202,8 @@ class _InferStream:
                 with message.admitted():
                     call = await self._server.read(message, request, wording)
                     caller = caller_of(self._callers, self._context)
-                    async with self._server.serve(call, message, caller) as answers:
-                        await answers.forward(_Responses(self, writer, wording, parameter))
+                    responses = _Responses(self, writer, wording, parameter)
+                    await self._server.serve(call, message, caller, responses)
             except SlowClient:
                 raise
             except TrtmeshError as error:

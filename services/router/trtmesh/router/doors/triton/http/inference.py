@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 
 from aiohttp import hdrs, web
-from trtmesh.chassis.errors import InvalidRequest, SlowClient, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.errors import SlowClient, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.doors.generation import Caller
 from trtmesh.router.doors.http.answers import EVENT_STREAM, compressed, to_json
@@ -19,7 +20,7 @@ from trtmesh.router.doors.http.authorising import IDENTITY
 from trtmesh.router.doors.http.bodies import Bodies, Body
 from trtmesh.router.doors.http.errors import WORDING, error_headers
 from trtmesh.router.doors.http.json_bodies import JSON_COST
-from trtmesh.router.doors.triton.answers import Answer
+from trtmesh.router.doors.triton.answers import Answer, OnlyResponse
 from trtmesh.router.doors.triton.http.generate_body import read_generate, write_generate
 from trtmesh.router.doors.triton.http.infer_body import (
     HEADER_LENGTH,
@@ -29,7 +30,6 @@ from trtmesh.router.doors.triton.http.infer_body import (
     read_infer,
     write_infer,
 )
-from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.server import TritonServer
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.tensors import Output
@@ -103,13 +103,8 @@ class Inference:
         events = _EventStream(request)
         try:
             async with self._admitted(request, model, read) as asked:
-                serving = self._server.serve(asked.call, asked.message, _caller_of(request))
-                async with serving as answers:
-                    async for answer in answers:
-                        if answer.error is not None:
-                            await events.fail(answer.error)
-                        elif not answer.only_end:
-                            await events.send(await self._written(asked.call, answer.outputs))
+                told = _Events(events, partial(self._written, asked.call))
+                await self._server.serve(asked.call, asked.message, _caller_of(request), told)
         except SlowClient:
             raise
         except TrtmeshError as error:
@@ -146,8 +141,10 @@ class Inference:
 
     async def _only_response(self, request: web.Request, asked: _Read) -> Sequence[Output]:
         """The outputs of the only response. Raises TrtmeshError."""
-        async with self._server.serve(asked.call, asked.message, _caller_of(request)) as answers:
-            return await _only_outputs(answers)
+        response = OnlyResponse()
+        await self._server.serve(asked.call, asked.message, _caller_of(request), response)
+        assert response.outputs is not None
+        return response.outputs
 
 
 class _EventStream:
@@ -199,19 +196,22 @@ class _EventStream:
         return self._response
 
 
-async def _only_outputs(answers: AsyncIterable[Answer]) -> Sequence[Output]:
-    responses: list[Sequence[Output]] = []
-    async for answer in answers:
-        if answer.error is not None:
-            raise answer.error
-        if answer.only_end:
-            continue
-        if responses:
-            raise _not_one_response()
-        responses.append(answer.outputs)
-    if not responses:
-        raise _not_one_response()
-    return responses[0]
+class _Events(Sink[Answer]):
+    """The events of the answers to a call."""
+
+    def __init__(
+        self, stream: _EventStream, written: Callable[[Sequence[Output]], Awaitable[bytes]]
+    ) -> None:
+        self._stream, self._written = stream, written
+
+    def write_now(self, message: Answer) -> bool:
+        return False
+
+    async def write(self, message: Answer) -> None:
+        if message.error is not None:
+            await self._stream.fail(message.error)
+        elif not message.only_end:
+            await self._stream.send(await self._written(message.outputs))
 
 
 def _header_length(request: web.Request, binary_type: str) -> str | None:
@@ -222,14 +222,6 @@ def _header_length(request: web.Request, binary_type: str) -> str | None:
     if not content_type.startswith(binary_type):
         return None
     return content_type.removeprefix(binary_type)
-
-
-def _not_one_response() -> TrtmeshError:
-    return Quoted(
-        "generate expects model to produce exactly 1 response, use generate stream for model that generates various"
-        " number of responses",
-        InvalidRequest(),
-    )
 
 
 def _caller_of(request: web.Request) -> Caller:

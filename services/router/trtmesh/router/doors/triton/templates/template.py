@@ -15,9 +15,9 @@ from trtmesh.router.doors.triton.tensors import InputTensor, TensorSpec
 
 
 class Spent(NamedTuple):
-    """Nanoseconds of a request, one phase after the other."""
+    """Nanoseconds of requests, one phase after the other."""
 
-    reading: int
+    reading: int = 0
     """Until the inputs were read."""
     encoding: int = 0
     queued: int = 0
@@ -27,10 +27,6 @@ class Spent(NamedTuple):
     writing: int = 0
     """From the last text to the end of the last response."""
 
-    @property
-    def total(self) -> int:
-        return sum(self)
-
 
 class Share(NamedTuple):
     """Nanoseconds counted for a model, by Triton's phases."""
@@ -39,10 +35,6 @@ class Share(NamedTuple):
     input: int = 0
     infer: int = 0
     output: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +74,7 @@ class Template:
         """Raises InvalidRequest if the requested outputs lack a mandatory output."""
 
     def share(self, spent: Spent) -> Share:
-        """The time counted for this model as a step of another."""
+        """The time counted for this model as a step of another: linear, as it is asked for many requests together."""
         return Share()
 
 
