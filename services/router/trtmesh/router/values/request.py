@@ -96,23 +96,21 @@ class ItemRequest:
     """Number of returned sequences."""
     is_context_only: bool = field(init=False)
     """Whether the item ends after its first token, with KV for the client to bring back."""
+    worker_fields: frozenset[str] = field(init=False)
+    """Fields for the worker to support, under the client's names."""
 
     def __post_init__(self) -> None:
-        handoff = self.config.handoff
+        config = self.config
+        handoff, fields = config.handoff, config.fields_set - UNSENT_FIELDS
         is_half = handoff is not None and handoff.phase == pb.GENERATION_PHASE_CONTEXT_ONLY
         object.__setattr__(self, "is_context_only", is_half)
-        object.__setattr__(self, "sequences", self.config.sequences)
+        object.__setattr__(self, "sequences", config.sequences)
+        object.__setattr__(self, "worker_fields", fields | {PHASE} if is_half else fields)
 
     @property
     def told_prompt_tokens(self) -> int | None:
         """Length of a prompt sent as token ids; None for a text."""
         return None if self.prompt.token_ids is None else len(self.prompt.token_ids)
-
-    @property
-    def worker_fields(self) -> frozenset[str]:
-        """Fields for the worker to support, under the client's names."""
-        fields = self.config.fields_set - UNSENT_FIELDS
-        return fields | {PHASE} if self.is_context_only else fields
 
     def has_kv_to_share(self, prompt_tokens: int) -> bool:
         """Whether a prefill has KV to hand over: that of all prompt tokens but the last for several sequences."""
@@ -140,18 +138,6 @@ class GenerationRequest:
     is_chat: bool = False
     """Whether it is a conversation, maybe rendered already."""
 
-    def drawing_by_seed(self, default_seed: int | None) -> GenerationRequest:
-        """The request with draws that depend on the seed alone, where a seed is known, and not on the item."""
-        if default_seed is None and all(i.config.sampling.seed is None for i in self.items):
-            return self
-        items = tuple(
-            item
-            if item.config.sampling.seed is None and default_seed is None
-            else replace(item, draw_index=0)
-            for item in self.items
-        )
-        return replace(self, items=items, default_seed=default_seed)
-
     @property
     def size(self) -> int:
         """Number of items, refused ones included."""
@@ -164,10 +150,13 @@ def parse_request(
     refused: Mapping[int, TrtmeshError] = NONE_REFUSED,
     *,
     is_large: bool = False,
+    by_seed: bool = False,
+    default_seed: int | None = None,
 ) -> GenerationRequest:
     """Parses a request. Items of `refused` are known to be invalid. With `is_large`, the configs are not measured,
-    because measuring would hold the interpreter as long as serialising. Raises InvalidRequest with the field and,
-    without any valid item, the first batch_index."""
+    because measuring would hold the interpreter as long as serialising. With `by_seed`, draws depend on the seed alone,
+    and not on the item, where the item has a seed or there is a `default_seed`. Raises InvalidRequest with the field
+    and, without any valid item, the first batch_index."""
     request_id = message.request_id or metadata_request_id or urandom(8).hex()
     if len(message.model) > MAX_MODEL_CHARACTERS:
         limit = f"the name of a model, with at most {MAX_MODEL_CHARACTERS} characters"
@@ -191,15 +180,28 @@ def parse_request(
     for batch_index, item in enumerate(message.items):
         if batch_index not in errors:
             try:
-                items.append(_parse_item(batch_index, item, shared, read_config))
+                items.append(
+                    _parse_item(
+                        batch_index,
+                        item,
+                        shared,
+                        read_config,
+                        by_seed=by_seed,
+                        is_seeded=default_seed is not None,
+                    )
+                )
             except TrtmeshError as error:
                 # Its frames have this one, with the message.
                 errors[batch_index] = error.with_traceback(None)
     if not items:
         raise errors[0].of_item(0)
-    invalid = tuple(RefusedItem(index, error) for index, error in sorted(errors.items()))
+    invalid: tuple[RefusedItem, ...] = ()
+    if errors:
+        invalid = tuple(RefusedItem(index, error) for index, error in sorted(errors.items()))
     is_chat = items[0].chat is not None
-    return GenerationRequest(request_id, message.model, tuple(items), invalid, is_chat=is_chat)
+    return GenerationRequest(
+        request_id, message.model, tuple(items), invalid, default_seed, is_chat
+    )
 
 
 def _read_config(message: pb.GenerationConfig) -> Config:
@@ -271,6 +273,9 @@ def _parse_item(
     item: router_pb.GenerateItem,
     shared: Config,
     read_config: Callable[[pb.GenerationConfig], Config],
+    *,
+    by_seed: bool,
+    is_seeded: bool,
 ) -> ItemRequest:
     chat = item.chat if item.HasField("chat") else None
     if chat is not None and item.HasField("prompt"):
@@ -284,10 +289,9 @@ def _parse_item(
             field="output.receipt",
             limit_field="handoff.phase",
         )
-    if handoff is None or handoff.state is None:
-        return ItemRequest(batch_index, prompt, config, message, chat=chat)
-    state = read_state(handoff.state)
-    return ItemRequest(batch_index, prompt, config, message, state=state, chat=chat)
+    draw_index = 0 if by_seed and (is_seeded or config.sampling.seed is not None) else None
+    state = None if handoff is None or handoff.state is None else read_state(handoff.state)
+    return ItemRequest(batch_index, prompt, config, message, draw_index, state, chat)
 
 
 def worker_config(

@@ -6,19 +6,20 @@ import math
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.parsing import MAX_DIMENSIONS
 from trtmesh.chassis.quoting import cut, quoted
 from trtmesh.router.doors.triton.templates.template import Call, Model
-from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
 from trtmesh.router.doors.triton.tensors import (
     ELEMENT_CODES,
     MOST_TEXTS,
     Contents,
     Elements,
     InputTensor,
+    Shape,
     split_elements,
 )
 
@@ -39,8 +40,11 @@ MOST_PARAMETERS = 256
 MOST_ID_CHARACTERS = 1024
 MOST_OUTPUTS = 256
 """Most requested outputs."""
+ALL_OUTPUTS: frozenset[str] = frozenset()
 PIECE_BYTES = 2**20
 """Bytes that are copied at once: other threads run between the pieces."""
+REMEMBERED_FORMS = 4096
+"""Data types and shapes of inputs that were found to fit: clients send the same few."""
 MOST_TYPED_ELEMENTS = 2**20
 """Most elements of typed contents. Typed contents are converted one by one, raw contents are copied."""
 
@@ -76,7 +80,8 @@ def read_call(
         raw = request.raw_input_contents
     _check_counts(request)
     inputs, batch_size = _read_inputs(request, raw, model)
-    _check_alike(inputs, batch_size)
+    if batch_size > 1:
+        _check_alike(inputs, batch_size)
     _check_names(inputs, model)
     call = Call(
         model,
@@ -84,8 +89,8 @@ def read_call(
         inputs,
         batch_size,
         model.decoupled and not unary,
-        _requested_outputs(model, request.outputs),
-        {name: _parameter(parameter) for name, parameter in request.parameters.items()},
+        _requested_outputs(model, request.outputs) if request.outputs else ALL_OUTPUTS,
+        _parameters(request.parameters) if request.parameters else {},
         is_large,
         arrived_ns,
     )
@@ -97,10 +102,16 @@ def read_call(
 
 def _check_counts(request: Any) -> None:
     """Counts before anything is copied. Raises InvalidRequest."""
-    _check_most("request", "characters in its id", request.id, MOST_ID_CHARACTERS)
-    _check_most("request", "parameters", request.parameters, MOST_PARAMETERS)
-    _check_most("request", "outputs", request.outputs, MOST_OUTPUTS)
-    for output in request.outputs:
+    outputs = request.outputs
+    if (
+        len(request.id) > MOST_ID_CHARACTERS
+        or len(request.parameters) > MOST_PARAMETERS
+        or len(outputs) > MOST_OUTPUTS
+    ):
+        _check_most("request", "characters in its id", request.id, MOST_ID_CHARACTERS)
+        _check_most("request", "parameters", request.parameters, MOST_PARAMETERS)
+        _check_most("request", "outputs", outputs, MOST_OUTPUTS)
+    for output in outputs:
         _check_most(
             f"output {quoted(output.name)}", "parameters", output.parameters, MOST_PARAMETERS
         )
@@ -112,8 +123,6 @@ def _check_most(owner: str, what: str, given: Any, most: int) -> None:
 
 
 def _check_alike(inputs: Mapping[str, InputTensor], batch_size: int) -> None:
-    if batch_size == 1:
-        return
     for name in ONE_FOR_ALL_ROWS & inputs.keys():
         if len({inputs[name].scalar(row) for row in range(batch_size)}) > 1:
             raise InvalidRequest(
@@ -147,9 +156,9 @@ def _requested_outputs(model: Model, outputs: Iterable[Any]) -> frozenset[str]:
     return frozenset(output.name for output in outputs)
 
 
-def _parameter(parameter: Any) -> Any:
-    kind = parameter.WhichOneof("parameter_choice")
-    return getattr(parameter, kind) if kind else None
+def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = ((name, each, each.WhichOneof("parameter_choice")) for name, each in given.items())
+    return {name: getattr(each, kind) if kind else None for name, each, kind in kinds}
 
 
 def _read_inputs(
@@ -160,26 +169,31 @@ def _read_inputs(
     tensors: dict[str, InputTensor] = {}
     batch_size = 0
     for given in request.inputs:
-        spec = model.inputs.get(given.name)
+        name, data_type = given.name, given.datatype
+        spec = model.inputs.get(name)
         if spec is None:
             raise InvalidRequest(
-                f"unexpected inference input '{cut(given.name)}' for model '{model.name}'"
+                f"unexpected inference input '{cut(name)}' for model '{model.name}'"
             )
-        if given.name in tensors:
-            raise InvalidRequest(f"input '{given.name}' already exists in request")
-        if len(given.parameters) > MOST_PARAMETERS or len(given.shape) > MAX_DIMENSIONS:
-            _check_most(f"input '{given.name}'", "parameters", given.parameters, MOST_PARAMETERS)
-            _check_most(f"input '{given.name}'", "dimensions", given.shape, MAX_DIMENSIONS)
-        _check(given, spec, model)
-        shape = tuple(given.shape) if model.max_batch_size else (1, *given.shape)
+        if name in tensors:
+            raise InvalidRequest(f"input '{name}' already exists in request")
+        sent, parameters = tuple(given.shape), given.parameters
+        if len(parameters) > MOST_PARAMETERS or len(sent) > MAX_DIMENSIONS:
+            _check_most(f"input '{name}'", "parameters", parameters, MOST_PARAMETERS)
+            _check_most(f"input '{name}'", "dimensions", sent, MAX_DIMENSIONS)
+        is_shared = bool(parameters) and any(
+            each.startswith("shared_memory") for each in parameters
+        )
+        shape = _whole_shape(model, name, data_type, sent, is_shared=is_shared)
         batch_size = batch_size or shape[0]
         if shape[0] != batch_size:
             raise InvalidRequest(
-                f"input '{given.name}' batch size does not match other inputs for '{model.name}'"
+                f"input '{name}' batch size does not match other inputs for '{model.name}'"
             )
-        _check_length(spec, shape)
-        elements = _elements(given, contents, model.name)
-        tensors[given.name] = InputTensor(given.name, given.datatype, shape, elements)
+        if spec.put is not None and spec.put.most is not None:
+            _check_length(name, math.prod(shape[1:]), spec.put.most)
+        elements = _elements(given, data_type, math.prod(sent), contents, model.name)
+        tensors[name] = InputTensor(name, data_type, shape, elements)
     left_over = len(raw) - len(tensors)
     if left_over > 0:
         raise InvalidRequest(
@@ -206,18 +220,24 @@ def _listed(names: Sequence[str]) -> str:
     return f"[{','.join(repr(name) for name in names)}]"
 
 
-def _check(given: Any, spec: InputSpec, model: Model) -> None:
-    if given.datatype not in spec.data_types:
+@lru_cache(REMEMBERED_FORMS)
+def _whole_shape(
+    model: Model, name: str, data_type: str, shape: Shape, *, is_shared: bool
+) -> Shape:
+    """The shape of a declared input with the batch dimension. Raises InvalidRequest for what the model does not
+    take."""
+    spec = model.inputs[name]
+    if data_type not in spec.data_types:
         raise InvalidRequest(
-            f"inference input '{spec.name}' data-type is '{cut(given.datatype)}', but model '{model.name}' expects"
+            f"inference input '{spec.name}' data-type is '{cut(data_type)}', but model '{model.name}' expects"
             f" '{spec.data_type}'"
         )
-    if given.parameters and any(name.startswith("shared_memory") for name in given.parameters):
+    if is_shared:
         raise InvalidRequest(
             f"input '{spec.name}' of model '{model.name}' is in shared memory, which this server does not support;"
             " send its contents"
         )
-    expected, shape = (*model.batch_dims, *spec.dims), tuple(given.shape)
+    expected = (*model.batch_dims, *spec.dims)
     fits = _fits(shape, expected) or any(
         _fits(shape, (*model.batch_dims, *dims)) for dims in spec.former_dims
     )
@@ -227,32 +247,30 @@ def _check(given: Any, spec: InputSpec, model: Model) -> None:
             f"unexpected shape for input '{spec.name}' for model '{model.name}'. Expected"
             f" {_dims(expected)}, got {_dims(shape)}." + (BATCH_DIMENSION_NOTE if batched else "")
         )
+    return shape if batched else (1, *shape)
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    if len(shape) != len(expected):
-        return False
-    for got, want in zip(shape, expected, strict=True):  # noqa: SIM110 - every input passes here
-        if got != want and (want != -1 or got < 0):
-            return False
-    return True
+    return len(shape) == len(expected) and all(
+        got == want or (want == -1 and got >= 0) for got, want in zip(shape, expected, strict=True)
+    )
 
 
 def _dims(dims: Sequence[int]) -> str:
     return f"[{','.join(map(str, dims))}]"
 
 
-def _check_length(spec: InputSpec, shape: Sequence[int]) -> None:
+def _check_length(name: str, length: int, most: int) -> None:
     """Raises InvalidRequest, before anything is copied, for rows longer than their field may be."""
-    most, length = spec.put.most if spec.put is not None else None, math.prod(shape[1:])
-    if most is not None and length > most:
-        raise InvalidRequest(f"has {length} elements but must have at most {most}", field=spec.name)
+    if length > most:
+        raise InvalidRequest(f"has {length} elements but must have at most {most}", field=name)
 
 
-def _elements(given: Any, raw: Iterator[Contents] | None, model: str) -> Elements:
-    """The elements; `raw` is None where all contents are typed."""
-    count = math.prod(given.shape)
-    if given.datatype == "BYTES" and count > MOST_TEXTS:
+def _elements(
+    given: Any, data_type: str, count: int, raw: Iterator[Contents] | None, model: str
+) -> Elements:
+    """The elements, so many; `raw` is None where all contents are typed."""
+    if data_type == "BYTES" and count > MOST_TEXTS:
         raise InvalidRequest(
             f"input '{given.name}' has {count} elements but must have at most {MOST_TEXTS}"
         )
@@ -266,9 +284,9 @@ def _elements(given: Any, raw: Iterator[Contents] | None, model: str) -> Element
     data = next(raw, b"") if raw is not None else b""
     if isinstance(data, (array, list)):
         return data
-    if given.datatype == "BYTES":
+    if data_type == "BYTES":
         return _split(data, given.name, count)
-    elements = array(ELEMENT_CODES[given.datatype])
+    elements = array(ELEMENT_CODES[data_type])
     if len(data) != count * elements.itemsize:
         raise InvalidRequest(
             f"input byte size mismatch for input '{given.name}' for model '{model}'. Expected"

@@ -33,6 +33,7 @@ from trtmesh.router.doors.triton.templates.outputs import RowOutput, SequenceOut
 from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.token_ids import (
+    ADJUSTED,
     bias_size,
     with_fitted_bias,
     with_wrapped_prompt,
@@ -60,8 +61,9 @@ def _read(
     template: GenerationTemplate, call: Call, vocabulary_size: int, bias_size: int
 ) -> tuple[Call, GenerationRequest]:
     """Returns the call with the prompt wrapped and the bias fitted, and the request."""
-    fitted = with_fitted_bias(with_wrapped_prompt(call, vocabulary_size), bias_size)
-    return fitted, template.request(fitted, "")
+    if vocabulary_size or bias_size:
+        call = with_fitted_bias(with_wrapped_prompt(call, vocabulary_size), bias_size)
+    return call, template.request(call, "")
 
 
 def has_beams(request: GenerationRequest) -> bool:
@@ -120,11 +122,13 @@ class Generations:
         sink: Sink[Answer],
     ) -> None:
         """Passes the answers of a call to a sink. Raises TrtmeshError."""
-        call = without_decoder_start(counting.call, self._engines)
-        sizes = (
-            wrap_size(call, self._engines),
-            bias_size(call, self._engines, self._texts),
-        )
+        call, sizes = counting.call, (0, 0)
+        if not ADJUSTED.isdisjoint(call.inputs):
+            call = without_decoder_start(call, self._engines)
+            sizes = (
+                wrap_size(call, self._engines),
+                bias_size(call, self._engines, self._texts),
+            )
         trace = trace_of(self._requests, DOOR, caller.headers)
         with self._call_of(call.model, call.arrived_ns / 1e9, trace) as generation:
             owner = caller.identity

@@ -89,7 +89,7 @@ class InputTensor:
 
     @property
     def row_length(self) -> int:
-        return math.prod(self.row_shape)
+        return math.prod(self.shape[1:])
 
     def row(self, index: int) -> Any:
         """The elements of a row of the batch."""
@@ -174,6 +174,10 @@ def split_elements(data: bytes | memoryview) -> list[bytes]:
     return elements
 
 
-def text_data(texts: Iterable[str]) -> bytes:
+def text_data(texts: Sequence[str]) -> bytes:
     """Elements of a BYTES tensor."""
+    if len(texts) == 1:
+        # As in each response of a stream.
+        data = texts[0].encode()
+        return len(data).to_bytes(4, "little") + data
     return b"".join([len(data).to_bytes(4, "little") + data for data in map(str.encode, texts)])

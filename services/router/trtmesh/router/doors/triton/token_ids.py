@@ -15,6 +15,10 @@ BIAS = "embedding_bias"
 DECODER_FIELD = "encoder_decoder.decoder_prompt.token_ids"
 
 
+ADJUSTED = frozenset({*DECODER_INPUTS, "input_ids", BIAS})
+"""The inputs that this page is about."""
+
+
 def without_decoder_start(call: Call, engines: Engines) -> Call:
     """The call of a decoder-only model without the decoder start that clients of others send."""
     if not _has_only_decoder_start(call) or engines.support(call.model, DECODER_FIELD):

@@ -114,12 +114,12 @@ class TritonDoor:
             return ResponseWriter(model.name, request.id).unary(response.outputs)
         raise AssertionError("answering ends the call")
 
-    async def stream_infer(self, requests: AsyncIterator[Any], context: ServedContext) -> None:
+    async def stream_infer(self, _: AsyncIterator[Any], context: ServedContext) -> None:
         """Runs any number of requests concurrently, until all are over and the client has half-closed."""
         errors_end_it = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         stream = _InferStream(self._server, self._callers, context, errors_end_it=errors_end_it)
         async with answering(context, sentence=stream.sentence):
-            await stream.run(requests)
+            await stream.run()
 
 
 class _InferStream:
@@ -146,11 +146,21 @@ class _InferStream:
     def sentence(self, error: TrtmeshError) -> str:
         return self._wording(error)
 
-    async def run(self, requests: AsyncIterator[Any]) -> None:
+    async def run(self) -> None:
         """Serves until all requests are over and the client has half-closed, or until a failure ends the stream."""
+        context = self._context
         self._reader = asyncio.current_task()
         try:
-            await self._serve_all(requests)
+            while (request := await context.read()) is not grpc.aio.EOF:
+                if context.half_closed:
+                    # The last one needs no task of its own, and its end leaves with the end of the call. All calls
+                    # that began in this pass read their requests in the next.
+                    await asyncio.sleep(0)
+                    await self._serve_one(request, context.message)
+                else:
+                    await self._begin(request, context.message)
+            if self._tasks:
+                await self._wait_for_fewer_than(1)
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
@@ -159,24 +169,18 @@ class _InferStream:
             self._reader = None
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve_all(self, requests: AsyncIterator[Any]) -> None:
-        async for request in requests:
-            if self._context.half_closed:
-                # The last one needs no task of its own, and its end leaves with the end of the call. All calls that
-                # began in this pass read their requests in the next.
-                await asyncio.sleep(0)
-                await self._serve_one(request, self._context.message)
-                continue
-            task = asyncio.create_task(self._serve_one(request, self._context.message))
-            self._tasks.add(task)
-            task.add_done_callback(self._on_done)
-            # Its first step counts as time of this call, which then gives way to others.
-            await asyncio.sleep(0)
-            # Before the next request is read: meanwhile it counts as unread bytes.
-            await self._wait_for_fewer_than(MOST_REQUESTS_OF_A_STREAM)
-        await self._wait_for_fewer_than(1)
+    async def _begin(self, request: Any, message: ReceivedMessage) -> None:
+        """Serves a request beside those that follow."""
+        task = asyncio.create_task(self._serve_one(request, message))
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        # Its first step counts as time of this call, which then gives way to others.
+        await asyncio.sleep(0)
+        # Before the next request is read: meanwhile it counts as unread bytes.
+        await self._wait_for_fewer_than(MOST_REQUESTS_OF_A_STREAM)
 
     async def _wait_for_fewer_than(self, requests: int) -> None:
         while len(self._tasks) >= requests:

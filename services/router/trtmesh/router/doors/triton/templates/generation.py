@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from trtmesh.chassis.errors import (
@@ -22,7 +23,8 @@ from trtmesh.chassis.parsing import parse_config
 from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.settings import LogitsDataType
 from trtmesh.router.doors.triton.templates.outputs import DetailedOutputs, OutputBuilder
-from trtmesh.router.doors.triton.templates.template import Call, Template
+from trtmesh.router.doors.triton.templates.put import PutRow
+from trtmesh.router.doors.triton.templates.template import Call, Model, Template
 from trtmesh.router.doors.triton.templates.tensor_table import detail_outputs
 from trtmesh.router.doors.triton.tensors import MESH_DATA_TYPES, TensorSpec
 from trtmesh.router.values.request import GenerationRequest, parse_request
@@ -38,6 +40,8 @@ PHASES = {
 DEFAULT_PRIORITY = 16
 """Triton's priority that equals an unset one, the mesh's 0. Triton serves lower numbers first; 0 is its unset."""
 LOWEST_PRIORITY = -(2**31)
+REMEMBERED_INPUTS = 1024
+"""Sets of inputs: a client sends few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class GenerationTemplate(Template, ABC):
 
     text: bool
     """Whether text goes in and out, not token ids."""
+    draws_by_seed: bool = False
+    """Whether draws depend on the seed alone, and not on the row."""
     request_parameters: frozenset[str] = frozenset({"priority", "timeout", "request_type"})
 
     @abstractmethod
@@ -66,23 +72,26 @@ class GenerationTemplate(Template, ABC):
         """Translates a call. Raises InvalidRequest or Quoted."""
         self.check(call)
         request = router_pb.GenerateRequest(model=call.model.mesh_model)
-        puts = [
-            (spec.put, call.inputs[name])
-            for name, spec in call.model.inputs.items()
-            if spec.put is not None and name in call.inputs
-        ]
+        puts = _puts_of(call.model, tuple(call.inputs))
         refused: dict[int, TrtmeshError] = {}
         for row in range(call.batch_size):
             item = request.items.add()
             item.config.output.exclude_prompt = call.model.exclude_input_in_output
             try:
-                for put, tensor in puts:
-                    put(item, tensor, row)
+                for name, put_row in puts:
+                    put_row(item, call.inputs[name], row)
                 self.settle(item, call)
             except TrtmeshError as error:
                 # Its frames have this one, with the inputs.
                 refused[row] = error.with_traceback(None)
-        parsed = parse_request(request, request_id, refused, is_large=call.is_large)
+        parsed = parse_request(
+            request,
+            request_id,
+            refused,
+            is_large=call.is_large,
+            by_seed=self.draws_by_seed,
+            default_seed=call.model.default_seed if self.draws_by_seed else None,
+        )
         if parsed.refused and not call.decoupled:
             # The only response is an error; the other rows need not run.
             first = parsed.refused[0]
@@ -105,11 +114,13 @@ class GenerationTemplate(Template, ABC):
         if self.text:
             config.output.skip_special_tokens = model.skip_special_tokens
             item.prompt.add_special_tokens = model.add_special_tokens
-        _drop_fillers(config.sampling)
-        _count_prompt(config.sampling)
+        if config.HasField("sampling"):
+            _drop_fillers(config.sampling)
+            _count_prompt(config.sampling)
         if config.output.context_logits or config.output.generation_logits:
             config.output.logits_data_type = MESH_DATA_TYPES[model.logits_data_type]
-        _settle_beams(config, model.max_beam_width)
+        if config.HasField("beam_search"):
+            _settle_beams(config, model.max_beam_width)
         normalizes = model.normalize_log_probs
         if (
             normalizes is not None
@@ -117,7 +128,8 @@ class GenerationTemplate(Template, ABC):
             and not config.HasField("beam_search")
         ):
             config.output.normalize_log_probs = normalizes
-        _apply_parameters(config, call.parameters)
+        if call.parameters:
+            _apply_parameters(config, call.parameters)
 
     def unnamed_stop(self) -> InvalidRequest:
         """The error of a stop request without an id."""
@@ -148,18 +160,16 @@ class GenerationTemplate(Template, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorTemplate(GenerationTemplate):
-    """Templates over TensorRT-LLM's C++ executor, upstream."""
+    """Templates over TensorRT-LLM's C++ executor, upstream. Its generators start from the seed alone, and from 0
+    without one."""
+
+    draws_by_seed: bool = True
 
     def all_outputs(self, logits_data_type: LogitsDataType = "FP32") -> tuple[TensorSpec, ...]:
         return (*self.outputs, *detail_outputs(logits_data_type))
 
     def output_builder(self, call: Call, request: GenerationRequest) -> OutputBuilder:
         return DetailedOutputs(call, request, text=self.text)
-
-    def request(self, call: Call, request_id: str) -> GenerationRequest:
-        # The executor's generators start from the seed alone, and from 0 without one.
-        request = super().request(call, request_id)
-        return request.drawing_by_seed(call.model.default_seed)
 
     def settle(self, item: router_pb.GenerateItem, call: Call) -> None:
         super().settle(item, call)
@@ -180,6 +190,16 @@ class ExecutorTemplate(GenerationTemplate):
             )
             return quoting(call, words, failure.error)
         return super().failed(call, failure)
+
+
+@lru_cache(REMEMBERED_INPUTS)
+def _puts_of(model: Model, names: tuple[str, ...]) -> Sequence[tuple[str, PutRow]]:
+    """How to put these inputs, in the order of the model's."""
+    return [
+        (name, spec.put.put_row)
+        for name, spec in model.inputs.items()
+        if spec.put is not None and name in names
+    ]
 
 
 def _naming_the_setting(error: TokenOutOfVocabulary) -> TokenOutOfVocabulary:
@@ -218,7 +238,7 @@ def _settle_beams(config: pb.GenerationConfig, max_beam_width: int | None) -> No
         )
     if width > 1:
         _drop_draws(config)
-    elif config.HasField("beam_search"):
+    else:
         if config.beam_search.HasField("beam_width") and width < 1:
             raise InvalidRequest(field="beam_search.beam_width", value="0", limit="at least 1")
         # Nothing else of beam search applies to a single beam.

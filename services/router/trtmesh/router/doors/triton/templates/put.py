@@ -30,9 +30,6 @@ class Put:
     most: int | None = None
     """Most elements of a row, for `read_call` to refuse before it copies them."""
 
-    def __call__(self, item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-        self.put_row(item, tensor, row)
-
 
 def sets(*fields: str) -> Callable[[PutRow], Put]:
     """Declares the fields of a PutRow."""
@@ -160,12 +157,15 @@ def decoder_length(item: router_pb.GenerateItem, tensor: InputTensor, row: int) 
 
 @sets("stopping.max_tokens")
 def max_tokens(item: router_pb.GenerateItem, tensor: InputTensor, row: int) -> None:
-    if tensor.scalar(row) < 1:
-        given = str(tensor.scalar(row))
+    given = tensor.scalar(row)
+    if given < 1:
         raise InvalidRequest(
-            f"must be a single value > 0, not {given}", field=tensor.name, value=given, limit="> 0"
+            f"must be a single value > 0, not {given}",
+            field=tensor.name,
+            value=str(given),
+            limit="> 0",
         )
-    item.config.stopping.max_tokens = tensor.scalar(row)
+    item.config.stopping.max_tokens = given
 
 
 @sets("stopping.end_id", "stopping.ignore_end_id")

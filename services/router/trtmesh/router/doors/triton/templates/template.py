@@ -78,9 +78,9 @@ class Template:
         return Share()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """A model as clients see it, every setting decided."""
+    """A model as clients see it, every setting decided. Equal to itself alone, and so a key of what is remembered."""
 
     name: str
     template: Template
