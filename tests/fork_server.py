@@ -61,8 +61,9 @@ class Job:
     arguments: list[str]
     constants: Constants
     forks: bool
-    """Whether services that it starts are forked too."""
+    """Whether services and helpers that it starts are forked too."""
     leads_session: bool
+    leads_group: bool
     env: dict[str, str]
     directory: str
     path: list[str]
@@ -71,13 +72,14 @@ class Job:
 
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
+    imports = tuple(sys.argv[2:])
     ending = Ending()
     # While the environment is that of the server.
     from forked_children import fork_children
 
     # Ctrl-C is meant for the tests.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
-    for name in sys.argv[2:]:
+    for name in imports:
         importlib.import_module(name)
         # It runs again, as the main module.
         if name.endswith(".__main__"):
@@ -92,7 +94,9 @@ def main() -> None:
     if job := Server(listener).serve():
         set_constants(job.constants)
         if job.forks:
-            fork_children()
+            fork_children(imports)
+        # As for `python -m`, nothing has imported the main module.
+        sys.modules.pop(job.module, None)
         with nullcontext() if job.module in SERVICES else ending.noted():
             runpy.run_module(job.module, run_name="__main__", alter_sys=True)
 
@@ -245,6 +249,8 @@ def _take(job: Job, files: list[int]) -> None:
         assert ctypes.CDLL(None).mallopt(MALLOC_OPTIONS[name], int(job.env[name]))
     if job.leads_session:
         os.setsid()
+    if job.leads_group:
+        os.setpgid(0, 0)
     os.chdir(job.directory)
     # As `python -m` has it.
     sys.path[:1] = [job.directory, *job.path]

@@ -1,4 +1,4 @@
-"""Makes a forked process, such as a command that starts a stack, fork the services that it starts."""
+"""Makes a forked process, such as a command that starts a stack, fork the services and helpers that it starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from forks import EXECUTE, NO_CONSTANTS, Forked, ForkServer, NotRunning, is_like
 from processes import imports_of
 
 
-def fork_children() -> None:
-    """Services whose server runs are forked from here on; all other processes are executed."""
+def fork_children(imports: tuple[str, ...]) -> None:
+    """Services whose server runs, and modules among the imports of this process, are forked from here on; all other
+    processes are executed."""
+    _imports.update(dict.fromkeys(imports, imports))
     popen: Any = subprocess.Popen
     popen._execute_child = _start
     wait = os.waitpid
@@ -32,6 +34,8 @@ def fork_children() -> None:
 
 
 _forked = dict[int, Forked]()
+_imports = dict[str, tuple[str, ...]]()
+"""The imports of this process, by each of them."""
 
 
 def _start(process: Any, *given: Any) -> None:
@@ -40,7 +44,8 @@ def _start(process: Any, *given: Any) -> None:
     match told["args"]:
         case [sys.executable, "-m", module, *arguments] if is_like_ours(told["env"] or os.environ):
             with suppress(NotRunning):
-                server = _server(imports_of(module.removeprefix("trtmesh."), arguments))
+                own = _imports.get(module)
+                server = _server(own or imports_of(module.removeprefix("trtmesh."), arguments))
                 if server.is_fit:
                     process.__class__ = Forked
                     process.fork(server, partial(Job, module, arguments, NO_CONSTANTS, False), told)

@@ -42,6 +42,8 @@ OF_IMPORTS = ("GRPC_", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR")
 LATE = (
     *("TRTMESH_", "TRTLLM_STAND_IN_", "AIP_", "SAGEMAKER_", "PYTEST_"),
     *("COLUMNS", "XDG_RUNTIME_DIR", "TESTED_", "FAKE_"),
+    # Of a shell that completes a command.
+    *("_TRTMESH_", "COMP_"),
     # The SDK is imported where one of them names a collector.
     "OTEL_",
     *OF_IMPORTS,
@@ -302,7 +304,8 @@ class Forked(subprocess.Popen[Any]):
         env = told["env"] or os.environ
         directory = str(told["cwd"] or Path.cwd())
         path = added_directories(env) or []
-        message = job(told["start_new_session"], {**env}, directory, path)
+        leads = told["start_new_session"], told["process_group"] == 0
+        message = job(*leads, {**env}, directory, path)
         ours = told["p2cread"], told["c2pwrite"], told["errwrite"]
         # Where no file is given, the process has the one of this process.
         files = [own if given == -1 else given for own, given in enumerate(ours)]

@@ -205,12 +205,13 @@ def imports_of(service: str, flags: Sequence[str]) -> tuple[str, ...]:
     """The modules that a process with these flags imports before it serves."""
     main = f"trtmesh.{service}.__main__"
     backend = dict(pairwise(flags)).get("--backend", "torch")
-    runs_torch = service == "engine" and backend == "torch"
+    # One that is no backend runs nothing.
+    runs_torch = service == "engine" and (backend == "torch" or backend not in BACKENDS)
     if runs_torch or service == ONE_PROCESS or service in CONVERTERS:
         # One import of PyTorch for all.
         mains = (f"trtmesh.{each}.__main__" for each in ("router", "engine", "tokenizer"))
         return (*mains, *BACKENDS["torch"])
-    return (main, *BACKENDS.get(backend, ())) if service == "engine" else (main,)
+    return (main, *BACKENDS[backend]) if service == "engine" else (main,)
 
 
 @asynccontextmanager

@@ -381,6 +381,27 @@ def test_process_has_other_constants(
     assert json.loads(facts)["path"][0] == str(tmp_path)
 
 
+HELPED = """
+import subprocess, sys
+said = "print('fork_' 'server' in open('/proc/self/cmdline').read(), os.getpgid(0) == os.getpid())"
+for module in ("timeit", "other"):
+    command = [sys.executable, "-m", module, "-n1", "-r1", "-s", "import os", said]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, process_group=0)
+    print(done.stdout.splitlines()[0])
+"""
+
+
+def test_module_that_the_server_has_imported_is_forked_by_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(HELPED)
+    (tmp_path / "other.py").write_text("import timeit\ntimeit.main()\n")
+    process = start_module(fork_server(("timeit",)), "program", [], os.environ, forks=True)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (stdout.splitlines(), stderr) == ([b"True True", b"False True"], b"")
+
+
 async def test_service_is_forked() -> None:
     async with service_process("router", "--port", "0", "--engines", "127.0.0.1:1") as router:
         assert "fork_server.py" in " ".join(psutil.Process(router.pid).cmdline())

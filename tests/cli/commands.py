@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -20,11 +21,23 @@ import psutil
 from fork_server import MARK
 from forks import ForkServer, fork_server, start_module
 from processes import CONVERTERS, ON_ONE_HOST, ONE_PROCESS, server_of
-from trtmesh.cli.app import COMMANDS
 from trtmesh.cli.lazy import LazyCommand
 
 TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
-IMPORTS = ("trtmesh.cli.__main__", *dict.fromkeys(each.module for each in COMMANDS))
+
+
+def modules_of(package: str) -> list[str]:
+    """All modules in a package, which this process need not import."""
+    spec = find_spec(package)
+    assert spec
+    (folder,) = map(Path, spec.submodule_search_locations or ())
+    files = [file.relative_to(folder).with_suffix("") for file in sorted(folder.rglob("*.py"))]
+    names = (".".join((package, *file.parts)).removesuffix(".__init__") for file in files)
+    return [name for name in names if not name.endswith((".__main__", ONE_PROCESS))]
+
+
+IMPORTS = ("trtmesh.cli.__main__", *modules_of("trtmesh.cli"), *modules_of("trtmesh.tools"))
+"""A command imports most of it once it runs."""
 STOP_SECONDS = 60.0
 """Upper bound of a wait for an end; no test depends on the actual time."""
 
@@ -62,16 +75,28 @@ def trtmesh(
 
 
 def start_command(
-    *arguments: str, env: Mapping[str, str], directory: Path | None = None
+    *arguments: str, env: Mapping[str, str], directory: Path | None = None, **files: Any
 ) -> subprocess.Popen[str]:
-    """Starts a command in a process forked from one that has the imports, and so what it starts."""
+    """Starts a command in a process forked from one that has the imports, and so what it starts. It has pipes in place
+    of the standard files that are not given."""
     forks = not env.get(EXECUTED)
     for each in _servers(arguments) if forks else ():
         each.wait_ready()
     server = fork_server(IMPORTS)
     return start_module(
-        server, "trtmesh.cli", arguments, env, forks=forks, cwd=directory, text=True
+        server, "trtmesh.cli", arguments, env, forks=forks, cwd=directory, text=True, **files
     )
+
+
+def run_program(
+    text: str, folder: Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program of the folder in a process forked from one that has the imports of commands."""
+    (folder / "program.py").write_text(text)
+    given = {**os.environ, **(env or {})}
+    with start_module(fork_server(IMPORTS), "program", (), given, cwd=folder, text=True) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def _servers(arguments: Sequence[str]) -> list[ForkServer]:
