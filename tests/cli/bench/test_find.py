@@ -10,6 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from cli.commands import running, running_stack, trtmesh
+from e2e.mesh import DEMO
 from trtmesh.tools.bench.find import repeated
 from trtmesh.tools.bench.record import Plan, Prompt
 from trtmesh.tools.bench.run_file import read_runs
@@ -25,7 +26,7 @@ def found(router: str, *flags: str) -> CompletedProcess[str]:
     return trtmesh(
         *("bench", "find", f"grpc://{router}", "--no-echo", "--seconds", "0.1"),
         *("--requests", "8", "--input-tokens", "4", "--output-tokens", "2"),
-        *("--start", "50", "--lowest", "40", "--highest", "60"),
+        *("--tokenizer", str(DEMO), "--start", "50", "--lowest", "40", "--highest", "60"),
         *flags,
     )
 
@@ -54,7 +55,7 @@ def test_interrupt_reports_the_rates_so_far(router: str, tmp_path: Path) -> None
     with running(
         *("bench", "find", f"grpc://{router}", "--no-echo", "--seconds", "0.1", "--requests", "8"),
         *("--input-tokens", "4", "--output-tokens", "2", "--slo", "e2e:600000"),
-        *("--start", "50", "--highest", "10000", "--html", str(page)),
+        *("--tokenizer", str(DEMO), "--start", "50", "--highest", "10000", "--html", str(page)),
     ) as command:
         command.wait_until(lambda: "good" in "".join(command.err), "a rate")
         command.signal(signal.SIGINT)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.commands import running_stack, trtmesh
+from e2e.mesh import DEMO
 from trtmesh.tools.bench.run_file import read_runs
 
 
@@ -18,7 +19,7 @@ def test_a_sweep_is_recorded_and_reported(tmp_path: Path) -> None:
         ended = trtmesh(
             *("bench", "serve", f"grpc://{router}", "--concurrency", "1,4"),
             *("--requests", "8", "--output-tokens", "5", "--no-echo", "--record", str(record)),
-            *("--metrics", metrics),
+            *("--metrics", metrics, "--tokenizer", str(DEMO)),
             *("--html", str(page), "--json", str(figures), "--slo", "e2e:60000"),
         )
 

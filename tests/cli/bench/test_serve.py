@@ -1,4 +1,4 @@
-"""`trtmesh bench serve` against a stack with the demo model."""
+"""`trtmesh bench serve` against a simulated stack."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from cli.bench.runs import HEADER
 from cli.bench.runs import answer as known
 from cli.commands import Stack, running, running_stack, trtmesh
 from e2e.mesh import DEMO
-from trtmesh.tools.bench.echo import ClientTooSlow, check_client, echo
+from trtmesh.tools.bench.echo import ClientTooSlow, check_client
+from trtmesh.tools.bench.measuring import server_count
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Load, Run, RunEnd
 from trtmesh.tools.bench.report import ReportOptions
 from trtmesh.tools.bench.run_file import read_runs
 from trtmesh.tools.bench.serving import report
+from trtmesh.tools.bench.targets.target import Connecting, Url
+from trtmesh.tools.bench.workloads.words import load_tokenizer
 
 WORKLOAD = (
     *("--requests", "10", "--input-tokens", "5..40", "--output-tokens", "1..8"),
@@ -30,9 +33,17 @@ WORKLOAD = (
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    with running_stack("--port", "0", "--backend", "torch", "--model", str(DEMO)) as stack:
+    with running_stack("--port", "0") as stack:
         stack.wait_ready()
         yield stack
+
+
+@pytest.fixture(scope="module")
+def slow_target() -> Iterator[str]:
+    """A router whose requests last for as long as the test looks at them."""
+    slow = {"TRTMESH_ENGINE_SIMULATED_TIMING_STEP_MS": "50"}
+    with running_stack("--port", "0", env=slow) as stack:
+        yield f"grpc://{stack.wait_ready()}"
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +53,7 @@ def http(stack: Stack) -> str:
 
 
 def served(target: str, record: Path, *flags: str) -> Run:
-    command = trtmesh(
-        "bench", "serve", target, *WORKLOAD, "--no-echo", "--record", str(record), *flags
-    )
+    command = trtmesh("bench", "serve", target, *WORKLOAD, "--record", str(record), *flags)
     assert command.returncode == 0, command.stderr
     (found,) = read_runs(record)
     assert f"{len(found.answers)} sent = {len(found.answers)} ok" in command.stderr
@@ -61,7 +70,8 @@ def by_index(found: Run) -> Mapping[int, Answer]:
 def alone(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Answer]:
     """The native answers of one request at a time."""
     record = tmp_path_factory.mktemp("alone") / "record.jsonl"
-    answers = by_index(served(f"grpc://{stack.wait_ready()}", record, "--concurrency", "1"))
+    flags = ("--concurrency", "1", "--no-echo")
+    answers = by_index(served(f"grpc://{stack.wait_ready()}", record, *flags))
     assert len({answer.text_sha256 for answer in answers.values()}) > 5
     return answers
 
@@ -84,7 +94,14 @@ def test_every_protocol_and_load_gives_equal_tokens(
     protocol = name.partition(",")[0]
     at = http if protocol in ("triton+http", "openai") else stack.wait_ready()
     path = "/v1/completions" if protocol == "openai" else ""
-    found = served(f"{protocol}://{at}{path}", tmp_path / "record.jsonl", *TARGETS[name])
+    # The client is measured with every protocol.
+    flags = TARGETS[name] if name == protocol else (*TARGETS[name], "--no-echo")
+    found = served(f"{protocol}://{at}{path}", tmp_path / "record.jsonl", *flags)
+    if echo := found.header.echo:
+        assert echo.tokens_per_s > 0
+        for p50, p90, p99 in (echo.added_first_ms, echo.added_gap_ms):
+            assert 0 <= p50 <= p90 <= p99
+    assert bool(echo) is (name == protocol)
     answers = by_index(found)
     assert answers.keys() == alone.keys()
     for index, answer in answers.items():
@@ -96,17 +113,25 @@ def test_every_protocol_and_load_gives_equal_tokens(
             assert (answer.lost, answer.doubled) == (0, 0)
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "triton", "triton+unary"])
-def test_prompts_that_the_server_counts_have_their_length(
-    protocol: str, stack: Stack, tmp_path: Path
-) -> None:
-    record, target = tmp_path / "record.jsonl", f"{protocol}://{stack.wait_ready()}"
+def test_prompts_that_the_server_counts_have_their_length(stack: Stack, tmp_path: Path) -> None:
+    record, target = tmp_path / "record.jsonl", f"grpc://{stack.wait_ready()}"
     lengths = ("--requests", "2", "--input-tokens", "40", "--output-tokens", "2")
 
     ended = trtmesh("bench", "serve", target, *lengths, "--no-echo", "--record", str(record))
 
     assert ended.returncode == 0, ended.stderr
     assert [answer.prompt_tokens for answer in read_runs(record)[0].answers] == [40, 40]
+
+
+@pytest.mark.parametrize("protocol", ["triton", "triton+unary"])
+async def test_server_counts_prompts_by_its_tokenizer(protocol: str, stack: Stack) -> None:
+    texts = ["x", "def load_json(path):"]
+    tokenizer = load_tokenizer(DEMO, "--tokenizer")
+
+    count = await server_count(Connecting(Url.parse(f"{protocol}://{stack.wait_ready()}")))
+
+    assert count
+    assert await count(texts) == [len(tokenizer.encode(text).ids) for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +148,7 @@ def test_secure_targets_are_checked(
     ready = json.loads(secure_stack.wait_for('"event": "ready"'))
     at = ready["http"] if protocol in ("triton+https", "openais") else ready["router"]
     flags = ("--processes", str(processes), "--ca", ready["ca"])
-    found = served(f"{protocol}://{at}", tmp_path / "record.jsonl", *flags)
+    found = served(f"{protocol}://{at}", tmp_path / "record.jsonl", *flags, "--no-echo")
     assert found.header.target == f"{protocol}://{at}"
     refused = trtmesh("bench", "serve", f"{protocol}://{at}", *WORKLOAD, "--no-echo")
     assert refused.returncode == 1
@@ -131,12 +156,13 @@ def test_secure_targets_are_checked(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_interrupt_reports_the_answers_so_far(processes: int, stack: Stack, tmp_path: Path) -> None:
+def test_interrupt_reports_the_answers_so_far(
+    processes: int, slow_target: str, tmp_path: Path
+) -> None:
     record = tmp_path / "record.jsonl"
-    target = f"grpc://{stack.wait_ready()}"
-    many = ("--requests", "5000", "--output-tokens", "64", "--input-tokens", "8", "--no-echo")
+    many = ("--requests", "400", "--output-tokens", "16", "--input-tokens", "8", "--no-echo")
     with running(
-        *("bench", "serve", target, *many, "--tokenizer", str(DEMO), "--concurrency", "4"),
+        *("bench", "serve", slow_target, *many, "--tokenizer", str(DEMO), "--concurrency", "4"),
         *("--processes", str(processes), "--record", str(record)),
     ) as command:
         command.wait_until(lambda: _answers(record) >= 3, "answers")
@@ -149,7 +175,7 @@ def test_interrupt_reports_the_answers_so_far(processes: int, stack: Stack, tmp_
     counts = {outcome: found.count(outcome) for outcome in AnswerOutcome}
     assert counts[AnswerOutcome.OK] >= 3
     assert 1 <= counts[AnswerOutcome.CANCELLED] <= 4
-    assert sum(counts.values()) == len(found.answers) == 5000 - found.end.unsent
+    assert sum(counts.values()) == len(found.answers) == 400 - found.end.unsent
     told = "".join(command.err)
     assert f"{len(found.answers)} sent = {counts[AnswerOutcome.OK]} ok" in told
     assert f"{found.end.unsent} prompts were not sent before Ctrl-C" in told
@@ -215,10 +241,10 @@ def _answers(record: Path) -> int:
     return record.read_bytes().count(b'"kind":"answer"') if record.exists() else 0
 
 
-def test_end_of_the_duration_is_said(stack: Stack, tmp_path: Path) -> None:
+def test_end_of_the_duration_is_said(slow_target: str, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     command = trtmesh(
-        *("bench", "serve", f"grpc://{stack.wait_ready()}", "--requests", "5000", "--no-echo"),
+        *("bench", "serve", slow_target, "--requests", "50", "--no-echo"),
         *("--tokenizer", str(DEMO), "--output-tokens", "200", "--concurrency", "2,3"),
         *("--duration", "1", "--record", str(record)),
     )
@@ -227,7 +253,7 @@ def test_end_of_the_duration_is_said(stack: Stack, tmp_path: Path) -> None:
         assert found.end is not None
         assert found.header.load.concurrency == at_once
         assert 1 <= found.count(AnswerOutcome.CANCELLED) <= at_once
-        assert len(found.answers) == 5000 - found.end.unsent
+        assert len(found.answers) == 50 - found.end.unsent
         assert f"{found.end.unsent} prompts were not sent before the end" in command.stderr
 
 
@@ -254,23 +280,13 @@ def test_wrong_commands_say_what_is_wrong(
     assert "Traceback" not in command.stderr
 
 
-@pytest.mark.parametrize("module", ["serve", "find", "report", "compare", "upstream.perf"])
-def test_commands_are_known_without_the_extra(module: str) -> None:
+def test_commands_are_known_without_the_extra() -> None:
     """Which then say what to install, in place of an ImportError."""
     blocked = "sys.modules['numpy'] = sys.modules['jinja2'] = None"
-    code = f"import sys; {blocked}; import trtmesh.tools.bench.{module}"
+    modules = ("serve", "find", "report", "compare", "upstream.perf")
+    imports = "; ".join(f"import trtmesh.tools.bench.{module}" for module in modules)
 
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("protocol", ["grpc", "triton", "triton+unary", "triton+http", "openai"])
-async def test_echo_measures_the_client(protocol: str) -> None:
-    found = await echo(protocol, 3)
-    assert found.concurrency == 3
-    assert found.tokens_per_s > 0
-    for p50, p90, p99 in (found.added_first_ms, found.added_gap_ms):
-        assert 0 <= p50 <= p90 <= p99
+    subprocess.run([sys.executable, "-c", f"import sys; {blocked}; {imports}"], check=True)
 
 
 def test_figures_of_a_busy_client_are_refused() -> None:
