@@ -21,6 +21,7 @@ from trtmesh.tools.bench.run_file import as_line
 from typer.testing import CliRunner, Result
 
 RATES = ("--prefill-tokens-per-second", "8000", "--step-ms", "20", "--step-ms-per-sequence", "0.5")
+ITEMS = 100
 GOAL = ("--slo", "ttft:1000 tpot:60", "--attainment", "0.95")
 
 
@@ -35,7 +36,7 @@ def advice_of(run: Result) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_trace(tmp_path_factory.mktemp("trace") / "trace.jsonl", shared_prefixes())
+    return write_trace(tmp_path_factory.mktemp("trace") / "trace.jsonl", shared_prefixes(ITEMS))
 
 
 def test_mixed_and_disaggregated_fleets_are_compared(trace: Path) -> None:
@@ -47,15 +48,15 @@ def test_mixed_and_disaggregated_fleets_are_compared(trace: Path) -> None:
     assert best["shares"]["reused"] > 0.5
     assert best["ms"]["TTFT p50"] < best["ms"]["TTFT p90"] < 1000
     assert all(sum(best["counts"].values()) <= sum(each["counts"].values()) for each in others)
-    assert advice["load"]["items"] == 240
+    assert advice["load"]["items"] == ITEMS
     assert advice["routers"] == advice["tokenizers"] == 1
     assert any("8000 prompt tokens/s" in text for text in advice["assumptions"])
-    table = advise(trace, *RATES)
-    assert f"needed: engines {best['engines']}, routers 1, tokenizers 1" in table.output
+    table = advise(trace, *RATES, "--engines", "3+4")
+    assert "needed: engines 3 prefill + 4 decode, routers 1, tokenizers 1" in table.output
 
 
 def test_what_the_load_cannot_show_is_said(tmp_path: Path) -> None:
-    few = write_trace(tmp_path / "few.jsonl", steady_chat()[:40])
+    few = write_trace(tmp_path / "few.jsonl", steady_chat(40))
     doubts = advice_of(advise(few, *RATES, "--engines", "9", "--json"))["doubts"]
     said = " ".join(doubts)
     assert "40 items are too few for a share of 0.95: 200 show it" in said
@@ -66,7 +67,7 @@ def test_what_the_load_cannot_show_is_said(tmp_path: Path) -> None:
 def test_busiest_items_of_a_long_trace_are_taken(trace: Path) -> None:
     advice = advice_of(advise(trace, *RATES, "--engines", "8", "--items", "60", "--json"))
     assert advice["load"]["items"] == 60
-    assert any("the busiest 60 of 240 items" in text for text in advice["assumptions"])
+    assert any(f"the busiest 60 of {ITEMS} items" in text for text in advice["assumptions"])
     twice = advice["load"]["items_per_second"] * 2
     faster = ("--rate", str(twice), "--items", "60", "--engines", "8", "--json")
     load = advice_of(advise(trace, *RATES, *faster))["load"]
@@ -74,7 +75,7 @@ def test_busiest_items_of_a_long_trace_are_taken(trace: Path) -> None:
 
 
 def test_rate_of_items_that_come_at_once_is_refused(tmp_path: Path) -> None:
-    burst = [replace(each, seconds=0.0) for each in steady_chat()[:20]]
+    burst = [replace(each, seconds=0.0) for each in steady_chat(20)]
     run = advise(write_trace(tmp_path / "burst.jsonl", burst), *RATES, "--rate", "20")
     assert run.exit_code == 2, run.output
     assert "--rate" in run.stderr
@@ -83,7 +84,7 @@ def test_rate_of_items_that_come_at_once_is_refused(tmp_path: Path) -> None:
 
 def test_no_number_of_engines_is_a_failure(trace: Path) -> None:
     # Below a step's time.
-    impossible = ("--slo", "ttft:5", "--most-engines", "16")
+    impossible = ("--slo", "ttft:5", "--most-engines", "16", "--items", "20")
     run = CliRunner().invoke(app, ["advise", str(trace), *impossible, *RATES, "--json"])
     assert run.exit_code == 1
     assert advice_of(run)["fleets"] == []

@@ -15,9 +15,10 @@ MOST = 24
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_advice_is_within_one_engine_of_the_optimum(name: str) -> None:
+@pytest.mark.parametrize("items", [60, pytest.param(240, marks=pytest.mark.soak)])
+def test_advice_is_within_one_engine_of_the_optimum(name: str, items: int) -> None:
     load, slo = LOADS[name]
-    probe = Known(load(), slo)
+    probe = Known(load(items), slo)
     search = Search(probe, ATTAINMENT, MOST)
     mixed = search.mixed()
     assert mixed
