@@ -193,6 +193,10 @@ class MonitoredMesh:
         }
 
 
+PAUSE_SECONDS = 0.1
+"""Between two requests: more of them would show nothing else."""
+
+
 async def repeat(request: Callable[[int], Awaitable[object]]) -> None:
     """Sends requests one after the other; errors are part of the load."""
     number = 0
@@ -200,6 +204,7 @@ async def repeat(request: Callable[[int], Awaitable[object]]) -> None:
         with suppress(TrtmeshError):
             await request(number)
         number += 1
+        await asyncio.sleep(PAUSE_SECONDS)
 
 
 def load(monitored: MonitoredMesh) -> Sequence[Callable[[int], Awaitable[object]]]:

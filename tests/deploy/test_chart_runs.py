@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -31,12 +30,14 @@ from e2e.mesh import (
     page_of,
     running_mesh,
 )
+from forks import fork_server, start_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from process_constants import constants
 from processes import ServiceProcess, service_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+PROBE = "trtmesh.chassis.probe"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -158,10 +159,11 @@ async def test_a_release_with_tls_and_keys_answers_those_who_have_them(tmp_path:
         command = secure.pod(component).container[f"{when}Probe"]["exec"]["command"]
         address = secure.processes[component].address
         words = [re.sub(r"^127\.0\.0\.1:\d+$", address, word) for word in command[1:]]
+        assert words[:2] == ["-m", PROBE]
         env = {**os.environ, **secure.variables(component, secrets)}
-        run = partial(subprocess.run, capture_output=True, check=False, env=env)
-        done = await asyncio.to_thread(run, [sys.executable, *words])
-        return done.returncode == 0
+        with start_module(fork_server((PROBE,)), PROBE, words[2:], env) as process:
+            await asyncio.to_thread(process.communicate)
+        return process.returncode == 0
 
     async with AsyncExitStack() as stack:
         await secure.start(stack)

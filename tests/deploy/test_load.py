@@ -18,7 +18,7 @@ from trtmesh.client import Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-STREAMS = 8
+STREAMS = 4
 GENERATE = "/trtmesh.v1.MeshService/Generate"
 
 
