@@ -6,8 +6,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,11 +15,12 @@ from typing import Any
 import psutil
 from cli.commands import (
     STOP_SECONDS,
-    TRTMESH,
     Stack,
     read_until_closed,
+    run_program,
     running,
     running_stack,
+    start_command,
     trtmesh,
 )
 from processes import service_process
@@ -201,10 +200,8 @@ def test_top_shows_workers_streams_and_rates(router: str, admin: str) -> None:
 
 def test_top_has_a_screen_of_its_own_in_a_terminal(admin: str) -> None:
     leader, follower = pty.openpty()
-    command = [TRTMESH, "top", "--admin", admin, "--interval", "3000"]
-    with subprocess.Popen(
-        command, stdout=follower, stderr=subprocess.PIPE, env=os.environ | WIDE
-    ) as top:
+    command = ("top", "--admin", admin, "--interval", "3000")
+    with start_command(*command, env=os.environ | WIDE, stdout=follower) as top:
         os.close(follower)
         try:
             shown = b""
@@ -213,7 +210,7 @@ def test_top_has_a_screen_of_its_own_in_a_terminal(admin: str) -> None:
             top.send_signal(signal.SIGINT)
             shown += read_until_closed(leader).encode()
             assert top.stderr
-            assert top.stderr.read() == b""
+            assert top.stderr.read() == ""
             top.wait(STOP_SECONDS)
         finally:
             top.kill()
@@ -256,7 +253,7 @@ async def test_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> Non
         assert str(tmp_path / "none") in result.stderr
 
 
-def test_shell_completes_commands_options_and_names(admin: str) -> None:
+def test_shell_completes_commands_options_and_names(admin: str, tmp_path: Path) -> None:
     for words, expected in (
         ("trtmesh work", {"workers"}),
         (f"trtmesh workers drain --admin {admin} eng", {"engine-0", "engine-1"}),
@@ -269,10 +266,7 @@ def test_shell_completes_commands_options_and_names(admin: str) -> None:
             "COMP_WORDS": words,
             "COMP_CWORD": str(len(words.split()) - 1),
         }
-        program = [sys.executable, "-c", PATIENT]
-        result = subprocess.run(
-            program, capture_output=True, text=True, env=os.environ | env, check=False
-        )
+        result = run_program(PATIENT, tmp_path, env)
         assert set(result.stdout.split()) == expected
         assert result.stderr == ""
 

@@ -6,10 +6,12 @@ import os
 import pty
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from cli.commands import STOP_SECONDS, TRTMESH, read_until_closed, running_stack, trtmesh
+from cli.commands import STOP_SECONDS, read_until_closed, running_stack, start_command, trtmesh
 
 FLAGS = ("--max-tokens", "6", "--temperature", "0.8", "--seed", "3")
 
@@ -89,14 +91,31 @@ class Terminal:
             self.shown += os.read(self.leader, 65536).decode(errors="replace")
 
 
+IN_FRONT = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+"""Makes the terminal that it reads from that of its session, as it starts."""
+
+
 @contextmanager
 def terminal(*command: str, input_from: int | None = None) -> Iterator[Terminal]:
-    """Runs a command as the foreground process of a terminal, to its end."""
+    """Runs a command in a session of its own to its end, as the foreground process of the terminal that it reads."""
     leader, follower = pty.openpty()
-    given = follower if input_from is None else input_from
-    # It controls the terminal of its own session.
-    run = ["setsid", *(("--ctty",) if input_from is None else ()), TRTMESH, *command]
-    with subprocess.Popen(run, stdin=given, stdout=follower, stderr=subprocess.STDOUT) as process:
+    with ExitStack() as stack:
+        path = os.environ.get("PYTHONPATH", "")
+        if input_from is None:
+            starts = stack.enter_context(TemporaryDirectory())
+            Path(starts, "sitecustomize.py").write_text(IN_FRONT)
+            path = os.pathsep.join([starts, path])
+        env = {**os.environ, "PYTHONPATH": path}
+        process = stack.enter_context(
+            start_command(
+                *command,
+                env=env,
+                stdin=follower if input_from is None else input_from,
+                stdout=follower,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
         os.close(follower)
         try:
             running = Terminal(leader)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -120,18 +119,24 @@ def test_unusable_weights_are_one_error(
     assert made(directory) == []
 
 
-def test_full_disk_is_one_error(directory: Path, weights: dict[str, Tensor]) -> None:
+LIMITED = """
+import resource, sys
+# The limit would tear the bytecode too.
+sys.dont_write_bytecode = True
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+"""
+
+
+def test_full_disk_is_one_error(
+    directory: Path, weights: dict[str, Tensor], tmp_path: Path
+) -> None:
     """A limit of the size of files stands for the disk."""
     torch.save(weights, directory / GPT2)
-    result = subprocess.run(
-        [TRTMESH, "convert", str(directory)],
-        check=False,
-        capture_output=True,
-        text=True,
-        # The limit would tear the bytecode too.
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
-    )
+    starts = tmp_path / "starts"
+    starts.mkdir()
+    (starts / "sitecustomize.py").write_text(LIMITED)
+    path = os.pathsep.join([str(starts), os.environ.get("PYTHONPATH", "")])
+    result = trtmesh("convert", str(directory), env={"PYTHONPATH": path})
     assert result.returncode == 1, result.stderr
     (line,) = result.stderr.splitlines()
     assert "cannot write model.safetensors" in line

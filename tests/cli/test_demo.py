@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import textwrap
+from pathlib import Path
 
-from cli.commands import FREE_PORTS, running, trtmesh
+from cli.commands import FREE_PORTS, run_program, running, trtmesh
 
 SIMULATED = ("--backend", "simulated", *FREE_PORTS)
 
@@ -20,7 +19,7 @@ def test_demo_streams_three_tagged_prompts_and_exits() -> None:
         assert sum("ended: length" in line for line in demo.err) == 3
 
 
-def test_demo_serves_until_ctrl_c() -> None:
+def test_demo_serves_until_ctrl_c(tmp_path: Path) -> None:
     with running("demo", *SIMULATED) as demo:
         hint = demo.wait_for("cli/__main__.py generate --router")
         router = hint.split("--router ")[1].split()[0]
@@ -29,8 +28,9 @@ def test_demo_serves_until_ctrl_c() -> None:
         assert len(demo.descendants()) == 3
         demo.wait_for("asyncio.run(main())")
         printed = "".join(demo.out).partition("From Python")[2].partition("\n")[2]
-        program = [sys.executable, "-c", textwrap.dedent(printed)]
-        subprocess.run(program, check=True, capture_output=True)
+        told = run_program(textwrap.dedent(printed), tmp_path)
+        assert (told.returncode, told.stderr) == (0, "")
+        assert told.stdout
         demo.signal(signal.SIGINT)
         assert demo.wait() == 0
         assert demo.left_nothing()

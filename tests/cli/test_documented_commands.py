@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from cli.commands import Stack, loaded, running_stack, trtmesh
+from cli.commands import Stack, loaded, run_program, running_stack, trtmesh
 from e2e.mesh import DEMO
 from trtmesh.chassis.settings import load_settings
 from trtmesh.cli.app import app
@@ -107,6 +105,15 @@ def test_documented_flags_of_services_are_settings(page: str) -> None:
 
 
 @pytest.fixture(scope="module")
+def simulated() -> Iterator[Stack]:
+    """A stack with the demo model's tokenizer and adapters."""
+    slots = {"TRTMESH_ENGINE_SIMULATED_ADAPTERS_SLOTS": "4"}
+    with running_stack("--port", "0", "--model", str(DEMO), env=slots) as stack:
+        stack.wait_ready()
+        yield stack
+
+
+@pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     """The demo model, computed as the page says."""
     with running_stack("--port", "0", "--backend", "torch", "--model", str(DEMO)) as stack:
@@ -124,12 +131,13 @@ def stack() -> Iterator[Stack]:
         )
     ],
 )
-def test_documented_program_runs(stack: Stack, program: str) -> None:
+def test_documented_program_runs(simulated: Stack, program: str, tmp_path: Path) -> None:
     """The program with the stack's ports."""
-    own = program.replace("127.0.0.1:8001", stack.wait_ready())
-    own = own.replace("127.0.0.1:8003", stack.admin)
+    own = program.replace("127.0.0.1:8001", simulated.wait_ready())
+    own = own.replace("127.0.0.1:8003", simulated.admin)
     assert own != program
-    result = subprocess.run([sys.executable, "-c", own], check=True, capture_output=True, text=True)
+    result = run_program(own, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout
 
 
@@ -157,12 +165,14 @@ def test_log_probabilities_are_printed(stack: Stack) -> None:
     assert sum(probs) == pytest.approx(end)
 
 
-def test_documented_adapters_change_the_text(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_adapters_change_the_text(
+    simulated: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The commands of the README's section, one after the other."""
     monkeypatch.chdir(REPOSITORY)
     text = (REPOSITORY / "README.md").read_text("utf-8")
     section = text.partition("## LoRA adapters\n")[2].partition("\n## ")[0]
-    env = {"TRTMESH_ROUTER": stack.wait_ready(), "TRTMESH_ADMIN": stack.admin}
+    env = {"TRTMESH_ROUTER": simulated.wait_ready(), "TRTMESH_ADMIN": simulated.admin}
     told: list[str] = []
     for line in re.findall(r"^trtmesh (.*)", section, re.MULTILINE):
         result = trtmesh(*shlex.split(line, comments=True), env=env)

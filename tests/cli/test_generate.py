@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli.commands import TRTMESH, read_until_closed, running, trtmesh
+from cli.commands import TRTMESH, read_until_closed, running, start_command, trtmesh
 from trtmesh.cli.guides import GuideOptions
 from trtmesh.client import GuideType
 
@@ -34,9 +34,9 @@ def test_single_prompt_is_bare_text(router: str) -> None:
 
 
 def test_terminal_shows_a_tagged_region_per_prompt(router: str) -> None:
-    command = [TRTMESH, "generate", "--router", router, "--max-tokens", "8", "one", "two"]
+    command = ("generate", "--router", router, "--max-tokens", "8", "one", "two")
     leader, follower = pty.openpty()
-    with subprocess.Popen(command, stdout=follower, stderr=subprocess.PIPE) as process:
+    with start_command(*command, env=os.environ, stdout=follower) as process:
         os.close(follower)
         shown = read_until_closed(leader)
     assert process.returncode == 0

@@ -9,10 +9,20 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from cli.commands import FREE_PORTS, STOP_SECONDS, TRTMESH, Stack, running, running_stack, trtmesh
+from cli.commands import (
+    FREE_PORTS,
+    STOP_SECONDS,
+    TRTMESH,
+    Stack,
+    running,
+    running_stack,
+    start_command,
+    trtmesh,
+)
 from e2e.mesh import DEMO
 from fork_server import name_of
 
@@ -372,17 +382,19 @@ def test_end_of_standard_input_stops_the_stack() -> None:
 def test_stack_survives_an_unread_log() -> None:
     """Ctrl-C in `trtmesh up 2>&1 | head` ends head first."""
     flags = (*FREE_PORTS, "--backend", "simulated", "--output", "json")
-    with subprocess.Popen(
-        [TRTMESH, "up", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as stack:
+    with start_command("up", *flags, env=os.environ) as stack:
         try:
             assert stack.stdout
             assert stack.stderr
-            ready = next(line for line in stack.stdout if '"ready"' in line)
-            processes = psutil.Process(stack.pid).children(recursive=True)
+            told: list[dict[str, Any]] = []
+            while not told or told[-1]["event"] != "ready":
+                told.append(json.loads(stack.stdout.readline()))
+            served = [each["pid"] for each in told if each["event"] == "serving"]
+            processes = [psutil.Process(pid) for pid in served]
+            assert len(processes) == 2
             stack.stderr.close()
             # Their refusals fill a pipe with lines of the router's log.
-            router = ("--router", json.loads(ready)["router"])
+            router = ("--router", told[-1]["router"])
             for _ in range(4):
                 result = trtmesh("generate", *router, "--json", *[""] * 400)
                 assert result.stdout.count("PROMPT_EMPTY") == 400, result.stderr
