@@ -7,24 +7,23 @@ import os
 import signal
 import ssl
 import stat
-import subprocess
-import sys
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
 from cli.commands import running_stack, trtmesh
+from forks import fork_server, start_module
 from trtmesh.cli.temporary_ca import temporary_ca
 
 PATIENCE_SECONDS = 60.0
+PROBE = "trtmesh.chassis.probe"
 
 
 def probe(address: str, **env: str) -> str:
-    command = [sys.executable, "-m", "trtmesh.chassis.probe", address]
-    told = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **env}, check=False
-    )
-    return told.stdout.split()[0] if told.returncode == 0 else "refused"
+    given = {**os.environ, **env}
+    with start_module(fork_server((PROBE,)), PROBE, [address], given, text=True) as process:
+        told, _ = process.communicate()
+    return str(told.split()[0]) if process.returncode == 0 else "refused"
 
 
 def test_stack_over_tls() -> None:

@@ -18,13 +18,13 @@ from trtmesh.client import Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-STREAMS = 4
+STREAMS, TOKENS = 4, 24
 GENERATE = "/trtmesh.v1.MeshService/Generate"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    flags = (*SIMULATED, "--simulated-timing-step-ms", "2")
+    flags = (*SIMULATED, "--simulated-timing-step-ms", "10")
     async with running_mesh(engine_flags=flags, router_flags=PATIENT) as mesh:
         yield mesh
 
@@ -100,7 +100,7 @@ async def test_load_reports_a_stream_that_breaks_off(
     mesh: Mesh, leaves_by: grpc.StatusCode, fault: str
 ) -> None:
     async with unreliable(mesh) as (router, address):
-        async with steady_load(address, STREAMS, may_be_refused=True) as seen:
+        async with steady_load(address, STREAMS, tokens=TOKENS, may_be_refused=True) as seen:
             router.leaves_by = leaves_by
         assert seen.faults
         assert {told.split(":")[0] for told in seen.faults} == {fault}
@@ -111,14 +111,14 @@ async def test_load_reports_a_stream_that_hangs(
 ) -> None:
     async with unreliable(mesh) as (router, address):
         with pytest.raises(AssertionError, match="streams did not finish within 2 s"):  # noqa: PT012
-            async with steady_load(address, STREAMS):
+            async with steady_load(address, STREAMS, tokens=TOKENS):
                 router.leaves_by = grpc.StatusCode.UNKNOWN
                 monkeypatch.setattr("deploy.load.PATIENCE_SECONDS", 2.0)
 
 
 async def test_load_survives_a_draining_router(mesh: Mesh) -> None:
     router = await another_router(mesh)
-    async with steady_load(router.address, STREAMS, may_be_refused=True) as seen:
+    async with steady_load(router.address, STREAMS, tokens=TOKENS, may_be_refused=True) as seen:
         assert await router.stop() == 0
         await another_router(mesh, router.address)
     assert seen.faults == []
@@ -126,7 +126,7 @@ async def test_load_survives_a_draining_router(mesh: Mesh) -> None:
 
 async def test_load_reports_the_streams_of_a_killed_router(mesh: Mesh) -> None:
     router = await another_router(mesh)
-    async with steady_load(router.address, STREAMS, tokens=400, may_be_refused=True) as seen:
+    async with steady_load(router.address, STREAMS, tokens=100, may_be_refused=True) as seen:
 
         async def all_begun() -> bool:
             return all(lane.begun for lane in seen.lanes)
@@ -140,6 +140,6 @@ async def test_load_reports_the_streams_of_a_killed_router(mesh: Mesh) -> None:
 
 async def test_load_reports_an_unexpected_refusal(mesh: Mesh) -> None:
     router = await another_router(mesh)
-    async with steady_load(router.address, STREAMS) as seen:
+    async with steady_load(router.address, STREAMS, tokens=TOKENS) as seen:
         assert await router.stop() == 0
     assert {told.split(":")[0] for told in seen.faults} == {"Refused"}
