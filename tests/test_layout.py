@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -577,18 +576,6 @@ def test_namespace_package_has_no_init_file() -> None:
 def test_every_package_is_typed() -> None:
     untyped = [name for name, path in PACKAGES.items() if not (path / "py.typed").is_file()]
     assert untyped == []
-
-
-def test_wheel_contains_only_the_packages(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, capture_output=True, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
-    outside = {name.parts[0] for name in names} - {"trtmesh"}
-    assert {Path(top).suffix for top in outside} == {".dist-info"}
-    inside = {name.parts[1] for name in names if name.parts[0] == "trtmesh"}
-    assert inside == set(PACKAGES)
-    assert any(name.name == "console.html" for name in names)
 
 
 def test_dependencies_are_bounded_above_and_below() -> None:

@@ -81,8 +81,10 @@ def run(directory: Path, *options: str, status: int = 1) -> str:
     (directory / "test_first.py").write_text(FIRST)
     (directory / "test_second.py").write_text(SECOND)
     (directory / "pytest.ini").touch()
-    command = (sys.executable, "-m", "pytest", "-p", "workers", "-p", "no:asyncio", "-rA", *options)
-    env = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_ADDOPTS": ""}
+    command = (sys.executable, "-m", "pytest", "-p", "workers", "-rA", *options)
+    # Other plugins would be imported for nothing.
+    alone = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = {**os.environ, "PYTHONPATH": str(TESTS), **alone}
     done = subprocess.run(
         command, cwd=directory, env=env, capture_output=True, text=True, check=False, timeout=240
     )
@@ -99,10 +101,7 @@ def test_outcomes_are_those_of_one_process(tmp_path: Path) -> None:
     assert "FAILED test_first.py::test_ends_its_process - worker 0 ended with -9" in told
     assert "PASSED test_first.py::test_after_the_end" in told
     assert "SKIPPED [1] test_second.py:12: for a reason" in told
-
-
-def test_workers_share_the_collection_and_no_folder(tmp_path: Path) -> None:
-    run(tmp_path, "--workers=2")
+    # The workers share the collection and no folder.
     assert (tmp_path / "collected").read_text().split() == ["test_first", "test_second"]
     first, second = (
         (tmp_path / f"worker_of_test_{each}").read_text().split() for each in ("first", "second")

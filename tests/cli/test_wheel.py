@@ -58,11 +58,15 @@ def trtmesh(
     )
 
 
-def test_wheel_has_every_file_of_the_packages(site: Path) -> None:
+def test_wheel_has_the_files_of_the_packages_and_no_others(site: Path) -> None:
     """So that a backend whose start takes long is there too."""
     targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     folders = [ROOT / each for each in targets["targets"]["wheel"]["packages"]]
     assert {*ROOT.glob("services/*/trtmesh")} < {*folders}
+    outside = {each for each in site.iterdir() if each.suffix not in (".dist-info", ".pth")}
+    assert outside == {site / "trtmesh"}
+    parts = {each.name for folder in folders for each in folder.iterdir() if each.is_dir()}
+    assert {each.name for each in (site / "trtmesh").iterdir()} == parts - {"__pycache__"}
     files = [
         file.relative_to(folder)
         for folder in folders
