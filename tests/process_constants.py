@@ -46,6 +46,7 @@ PLACES = {
     "client_unread_seconds": "trtmesh.router.streams.client_stream:UNREAD_SECONDS",
     "max_lost_tokenizers": "trtmesh.router.tokenizers.pool:MAX_LOST_TOKENIZERS",
     "tokenizer_wait_seconds": "trtmesh.router.tokenizers.pool:WAIT_SECONDS",
+    "warmup_tokens": "trtmesh.tools.bench.upstream.core:WARMUP_TOKENS",
 }
 """The module that defines a constant and alone reads it."""
 

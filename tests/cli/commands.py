@@ -20,6 +20,7 @@ from typing import IO, Any, TypeVar
 import psutil
 from fork_server import MARK
 from forks import ForkServer, fork_server, start_module
+from process_constants import parted
 from processes import CONVERTERS, ON_ONE_HOST, ONE_PROCESS, server_of
 from trtmesh.cli.lazy import LazyCommand
 
@@ -78,13 +79,22 @@ def start_command(
     *arguments: str, env: Mapping[str, str], directory: Path | None = None, **files: Any
 ) -> subprocess.Popen[str]:
     """Starts a command in a process forked from one that has the imports, and so what it starts. It has pipes in place
-    of the standard files that are not given."""
+    of the standard files that are not given. A `constant` among the arguments gives it another value of it."""
+    arguments, constants = parted(arguments)
     forks = not env.get(EXECUTED)
     for each in _servers(arguments) if forks else ():
         each.wait_ready()
     server = fork_server(IMPORTS)
     return start_module(
-        server, "trtmesh.cli", arguments, env, forks=forks, cwd=directory, text=True, **files
+        server,
+        "trtmesh.cli",
+        arguments,
+        env,
+        constants,
+        forks=forks,
+        cwd=directory,
+        text=True,
+        **files,
     )
 
 

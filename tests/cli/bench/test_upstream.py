@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 from cli.commands import Stack, running, running_stack, trtmesh
+from process_constants import constants
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Header, Load, Run
 from trtmesh.tools.bench.upstream.prompts import of_dataset, of_histograms, of_normal_lengths
 from trtmesh.tools.bench.upstream.statistics import boxed, figures_of
 
+BRIEF = constants(warmup_tokens=3)
+"""A brief warm-up."""
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 
@@ -136,7 +139,7 @@ def test_core_measures_a_model_of_token_ids(stack: Stack, tmp_path: Path) -> Non
     )
     flags = ("token-norm-dist", *lengths, "--num-requests", "25", "--op-stats-csv", str(table))
     for decoupled in ((), ("--decoupled",)):
-        done = trtmesh(*asked, *flags, *decoupled)
+        done = trtmesh(*asked, *flags, *decoupled, *BRIEF)
         assert done.returncode == 0, done.stderr
         found = figures(done.stdout)
         assert found["Total requests"] == 25
@@ -157,7 +160,7 @@ def test_core_measures_a_model_of_token_ids(stack: Stack, tmp_path: Path) -> Non
 def test_identity_measures_a_dataset(stack: Stack, tmp_path: Path) -> None:
     asked = ("bench", "identity", "-u", stack.wait_ready(), "--max_input_len", "60")
     done = trtmesh(
-        *asked, "--dataset", str(dataset(tmp_path / "d.json")), "--tokenizer_dir", str(DEMO)
+        *asked, "--dataset", str(dataset(tmp_path / "d.json")), "--tokenizer_dir", str(DEMO), *BRIEF
     )
     assert done.returncode == 0, done.stderr
     assert "Start benchmarking on 2 prompts" in done.stdout
@@ -177,7 +180,7 @@ def test_perf_fills_a_matrix(stack: Stack, tmp_path: Path) -> None:
         "3",
     )
     flags = ("--batch-size", "1,2", "--rounds", "3", "--csv", str(table), "--tokenizer", str(DEMO))
-    done = trtmesh(*asked, *flags)
+    done = trtmesh(*asked, *flags, *BRIEF)
     assert done.returncode == 0, done.stderr
     with table.open() as file:
         rows = [*csv.DictReader(file)]
@@ -202,7 +205,7 @@ def test_interrupt_leaves_the_figures_so_far(
 ) -> None:
     at = ("-u", stack.wait_ready(), "-c", "2") if command[0] == "core" else ()
     target = () if at else (f"grpc://{stack.wait_ready()}", "--tokenizer", str(DEMO))
-    with running("bench", command[0], *target, *command[1:], *at) as started:
+    with running("bench", command[0], *target, *command[1:], *at, *BRIEF) as started:
         started.wait_until(
             lambda: re.search(r" [1-9]\d* of \d+ ended", "".join(started.err)), "answers"
         )
