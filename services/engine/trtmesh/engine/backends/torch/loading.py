@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import transformers
 from trtmesh.chassis import adapter_content
 from trtmesh.chassis.cores import weight_bytes
 from trtmesh.chassis.device_names import AUTO
@@ -240,7 +240,7 @@ def _engine(
         layers_per_part=min(LAYERS_PER_PART, model.kv_shape.layers),
         computation={
             "device": f"{len(settings.device.names)} of {hardware_of(device.name)}",
-            "libraries": f"torch {torch.__version__}, transformers {version('transformers')}",
+            "libraries": f"torch {torch.__version__}, transformers {transformers.__version__}",
             "batch_invariant": str(settings.batch_invariant),
         },
     )
