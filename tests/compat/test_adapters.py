@@ -11,21 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
+from chaos.tiny_adapters import OF_SMALL, TinyAdapter, tiny_adapter
 from compat.plain_http import PlainHttp
 from compat.test_http_client import Http
 from compat.triton import Triton, joined
-from e2e.mesh import DEMO, Mesh, decode, eventually, router_before, running_mesh, tokenizer_of
-from trtmesh.chassis.adapter_content import AdapterContent
-from trtmesh.engine.adapters.arrays import write_arrays
-from trtmesh.engine.adapters.peft import read_peft
+from e2e.mesh import SMALL, Mesh, decode, eventually, router_before, running_mesh, tokenizer_of
 from trtmesh.v1 import router_admin_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ADAPTERS = DEMO.parent / "demo-adapters"
+ONE, OTHER = (tiny_adapter(seed, 8, of=OF_SMALL) for seed in (1, 2))
 FLAGS = (
-    *("--model-dir", str(DEMO), "--torch-threads", "1", "--torch-kv-cache-tokens", "8192"),
+    *(*SMALL, "--torch-threads", "1", "--torch-kv-cache-tokens", "8192"),
     *("--torch-adapters-host-bytes", str(2**28)),
 )
 PROMPT = "def load_config(path, default=None):\n"
@@ -33,10 +30,13 @@ TOKENS = 12
 UNKNOWN = "LoRA task {} not found in cache. Please send LoRA weights with request"
 
 
-def weights(name: str) -> dict[str, Any]:
-    """The tensors of an adapter of models/demo-adapters."""
-    rows, config = write_arrays(read_peft(ADAPTERS / name, 1 << 30), torch.float16)
-    return {"lora_weights": rows.numpy()[None], "lora_config": config.numpy()[None]}
+def weights(adapter: TinyAdapter) -> dict[str, Any]:
+    """The tensors of a request that brings an adapter."""
+    rows, config = adapter.arrays
+    return {
+        "lora_weights": np.frombuffer(rows.data, np.float16).reshape(1, *rows.shape),
+        "lora_config": np.frombuffer(config.data, np.int32).reshape(1, *config.shape),
+    }
 
 
 def by_number(number: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ async def text(triton: Triton, model: str, more: Mapping[str, Any]) -> str:
 async def test_first_with_weights_then_by_number(triton: Triton, model: str) -> None:
     number = {"tensorrt_llm": 1, "ensemble": 2, "tensorrt_llm_bls": 3}[model]
     base = await text(triton, model, {})
-    first = await text(triton, model, by_number(number) | weights("docstrings"))
+    first = await text(triton, model, by_number(number) | weights(ONE))
     assert first != base
     # Both workers get some of these.
     later = await asyncio.gather(*(text(triton, model, by_number(number)) for _ in range(4)))
@@ -95,8 +95,8 @@ async def test_first_with_weights_then_by_number(triton: Triton, model: str) -> 
 
 
 async def test_new_weights_replace_those_of_a_number(triton: Triton) -> None:
-    docstrings = await text(triton, "ensemble", by_number(10) | weights("docstrings"))
-    tests = await text(triton, "ensemble", by_number(10) | weights("unit-tests"))
+    docstrings = await text(triton, "ensemble", by_number(10) | weights(ONE))
+    tests = await text(triton, "ensemble", by_number(10) | weights(OTHER))
     assert tests != docstrings
     assert {await text(triton, "ensemble", by_number(10)) for _ in range(4)} == {tests}
 
@@ -127,7 +127,7 @@ async def holders(mesh: Mesh, number: int) -> set[str]:
 async def test_number_is_served_by_a_worker_that_never_had_the_weights(
     mesh: Mesh, triton: Triton, model: str, number: int
 ) -> None:
-    first = await text(triton, model, by_number(number) | weights("docstrings"))
+    first = await text(triton, model, by_number(number) | weights(ONE))
     (worker,) = await holders(mesh, number)
     await mesh.admin.drain_worker(worker, finish_seconds=0)
     try:
@@ -144,7 +144,7 @@ async def test_number_brought_to_one_router_is_served_by_another(
     flags = ("--adapters-directory", str(tmp_path))
     async with router_before(mesh, *flags) as one:
         async with Triton(one.router.address) as triton:
-            first = await text(triton, "ensemble", by_number(31) | weights("docstrings"))
+            first = await text(triton, "ensemble", by_number(31) | weights(ONE))
         (worker,) = await holders(one, 31)
     async with router_before(mesh, *flags) as other:
         await other.admin.drain_worker(worker, finish_seconds=0)
@@ -159,7 +159,7 @@ async def test_http_clients_send_weights_then_the_number(mesh: Mesh, triton: Tri
     """tritonclient.http with binary tensors, and plain JSON for the number."""
     prompt = {"text_input": PROMPT, "max_tokens": TOKENS, "exclude_input_in_output": True}
     http = Http(mesh.router.http_address)
-    result = await http.infer("ensemble", {**prompt, **by_number(41), **weights("docstrings")})
+    result = await http.infer("ensemble", {**prompt, **by_number(41), **weights(ONE)})
     first = result.as_numpy("text_output").item().decode()
     assert first == await text(triton, "ensemble", by_number(41))
     async with PlainHttp(mesh.router.http_address) as plain:
@@ -171,12 +171,11 @@ async def test_http_clients_send_weights_then_the_number(mesh: Mesh, triton: Tri
 
 
 async def test_weights_under_an_operators_number_are_refused(mesh: Mesh, triton: Triton) -> None:
-    content = AdapterContent.read(ADAPTERS / "docstrings", 1 << 30)
-    await mesh.admin.upload_adapter(pb.AddAdapterRequest(id=51, name="official"), content)
+    await mesh.admin.upload_adapter(pb.AddAdapterRequest(id=51, name="official"), ONE.content)
     expected = await text(triton, "ensemble", by_number(51))
     (response,) = await triton.stream(
         "ensemble",
-        {"text_input": "a", "max_tokens": 2, **by_number(51), **weights("unit-tests")},
+        {"text_input": "a", "max_tokens": 2, **by_number(51), **weights(OTHER)},
     )
     assert "'official'" in response.error
     assert await text(triton, "ensemble", by_number(51)) == expected
@@ -188,7 +187,7 @@ async def test_adapter_survives_the_only_worker_that_held_it() -> None:
         running_mesh(engine_flags=FLAGS) as mesh,
         Triton(mesh.router.address) as triton,
     ):
-        first = await text(triton, "ensemble", by_number(1) | weights("docstrings"))
+        first = await text(triton, "ensemble", by_number(1) | weights(ONE))
         (killed,) = mesh.engines
         killed.signal(signal.SIGKILL)
         await killed.wait()
@@ -199,11 +198,10 @@ async def test_adapter_survives_the_only_worker_that_held_it() -> None:
 
 async def test_full_cache_is_told_in_tritons_words() -> None:
     """The only adapter that fits in the worker's memory is pinned."""
-    content = AdapterContent.read(ADAPTERS / "docstrings", 1 << 30)
-    flags = (*FLAGS[:-1], str(4_000_000))
+    flags = (*FLAGS[:-1], str(250_000))
     async with running_mesh(engine_flags=flags) as mesh, Triton(mesh.router.address) as triton:
         adapter = pb.AddAdapterRequest(id=1, name="kept", pinned=True)
-        await mesh.admin.upload_adapter(adapter, content)
+        await mesh.admin.upload_adapter(adapter, ONE.content)
 
         async def is_pinned() -> bool:
             (entry,) = (await mesh.admin.list_adapters()).adapters
@@ -213,7 +211,7 @@ async def test_full_cache_is_told_in_tritons_words() -> None:
         kept = await text(triton, "ensemble", by_number(1))
         (response,) = await triton.stream(
             "ensemble",
-            {"text_input": "a", "max_tokens": 2, **by_number(2), **weights("unit-tests")},
+            {"text_input": "a", "max_tokens": 2, **by_number(2), **weights(OTHER)},
         )
         assert "Cache is full. There are no done tasks to evict" in response.error
         assert await text(triton, "ensemble", by_number(1)) == kept

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from compat.triton import Triton
-from e2e.mesh import DEMO, Mesh, running_mesh
+from e2e.mesh import SMALL, Mesh, running_mesh
 from trtmesh.client import FinishReason, ItemResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CASES = [
-    ("def f(a, b):\n    return a +", ["return", "self"], 2),
+    ("def f(a, b):\n    return a +", ["+ a", "self"], 2),
     ("import os\n", ["."], 4),
-    ("for i in range(", ["\n"], 3),
+    ("for i in range(", [" 0"], 3),
     ("def area(", ["def", "class", "import"], 4),
 ]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    flags = ("--model-dir", str(DEMO), "--torch-dtype", "float32", "--torch-threads", "1")
-    async with running_mesh(engine_flags=flags, model_dir=DEMO) as mesh:
+    flags = (*SMALL, "--torch-dtype", "float32", "--torch-threads", "1")
+    async with running_mesh(engine_flags=flags) as mesh:
         yield mesh
         await mesh.idle()
 

@@ -5,41 +5,65 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from compat.triton import Response, Triton
-from e2e.mesh import DEMO, Mesh, eventually, running_mesh
+from e2e.mesh import DEMO_DRAFT, Mesh, eventually, running_mesh
+from safetensors.torch import load_file, save_file
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-DRAFT = DEMO.with_name("demo-draft")
+DRAFT = "guesses"
+"""The model's name."""
+NOISE = 0.1
+"""Of its weights, as a share of their deviation: it guesses some tokens and misses others."""
 TOKENS = 30
 ASKED = {"text_input": "def fibonacci(n):\n    ", "max_tokens": TOKENS, "end_id": -1}
 DRAFTED = {"num_draft_tokens": 4, "return_perf_metrics": True}
 MODELS = {
     "ensemble": {"template": "ensemble"},
     "tensorrt_llm": {"template": "tensorrt_llm"},
-    "tensorrt_llm_bls": {"template": "tensorrt_llm_bls", "draft_model": DRAFT.name},
+    "tensorrt_llm_bls": {"template": "tensorrt_llm_bls", "draft_model": DRAFT},
     "lost_bls": {"template": "tensorrt_llm_bls", "draft_model": "nobody"},
 }
 
 
+def noisy(folder: Path) -> Path:
+    """A model near the one that it drafts for."""
+    for file in DEMO_DRAFT.iterdir():
+        if file.name != "model.safetensors":
+            (folder / file.name).symlink_to(file)
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(DEMO_DRAFT / "model.safetensors")
+    for weight in weights.values():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.add_(noise, alpha=NOISE * float(weight.std()))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    draft = tmp_path_factory.mktemp("models") / DRAFT
+    draft.mkdir()
+    models = (DEMO_DRAFT, noisy(draft))
+
     async def start(mesh: Mesh) -> None:
         flags = (
             *("--torch-threads", "1", "--torch-batch-invariant", "true"),
             *("--torch-kv-cache-tokens", "4096"),
         )
         await asyncio.gather(
-            *(mesh.start_tokenizer(model) for model in (DEMO, DRAFT)),
-            *(mesh.start_engine("--model-dir", str(model), *flags) for model in (DEMO, DRAFT)),
+            *(mesh.start_tokenizer(model) for model in models),
+            *(mesh.start_engine("--model-dir", str(model), *flags) for model in models),
         )
-        names = f"{DEMO.name},{DRAFT.name}"
+        names = ",".join(model.name for model in models)
         await mesh.start_router("--models", names, "--triton-models", json.dumps(MODELS))
         await mesh.ready(2, 2)
 

@@ -18,7 +18,7 @@ from compat.plain_http import PlainHttp
 from compat.releases import MODELS, releases_of, tensors, typed
 from compat.repository import disaggregated, five_models, llmapi, of_release
 from compat.triton import SyncStream, Triton, joined
-from e2e.mesh import DEMO, DEMO_VOCABULARY
+from e2e.mesh import DEMO, DEMO_DRAFT, DEMO_VOCABULARY
 from tritonclient.utils import InferenceServerException
 from trtmesh.client import Client
 
@@ -34,13 +34,13 @@ SIMULATED_DEMO = {"TRTMESH_ENGINE_SIMULATED_VOCABULARY_SIZE": str(DEMO_VOCABULAR
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Five models, five renamed models without streams, and an llmapi model: on the demo model."""
+    """Five models, five renamed models without streams, and an llmapi model: on the small demo model."""
     directory = five_models(tmp_path_factory.mktemp("models"))
     values = {"tensorrt_llm_model_name": "tensorrt_llm_whole", "decoupled_mode": "False"}
     values |= {"max_beam_width": "2", "normalize_log_probs": "False"}
     five_models(directory, values, suffix="_whole")
-    llmapi(directory, "llm")
-    flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
+    llmapi(directory, "llm", DEMO_DRAFT)
+    flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO_DRAFT))
     with running_stack(*flags, "--triton-model-repo", str(directory)) as stack:
         stack.wait_ready()
         yield stack
@@ -142,6 +142,11 @@ async def test_imported_llmapi_model_answers(triton: Triton, text: str) -> None:
     assert responses[-1].outputs["cumulative_logprob"].item() < 0
 
 
+def shrink(config: Path) -> None:
+    """Gives the engines of an imported file a smaller model."""
+    config.write_text(config.read_text().replace(str(DEMO), str(DEMO_DRAFT)))
+
+
 def counted(stack: Stack, family: str) -> dict[str, int]:
     """The samples of a family of counters, by model."""
     url = f"http://127.0.0.1:{stack.child('router-0')['metrics_port']}/metrics"
@@ -223,7 +228,7 @@ async def test_triton_infer_asks_the_llmapi_model(stack: Stack, text: str) -> No
 async def test_full_engine_queue_is_reported_in_tritons_words(tmp_path: Path) -> None:
     """Overload scripts look for these words."""
     directory = five_models(tmp_path / "models", {"max_queue_size": "1"})
-    flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO))
+    flags = ("--port", "0", "--backend", "torch", "--model", str(DEMO_DRAFT))
     env = {"TRTMESH_ENGINE_TORCH_LIMITS_MAX_BATCH_SIZE": "1"}
     with (
         running_stack(*flags, "--triton-model-repo", str(directory), env=env) as stack,
@@ -290,6 +295,7 @@ async def test_repository_of_every_age_is_served_as_imported(
     assert served == [name for name in sorted(MODELS) if release in releases_of(name)]
     engine = yaml.safe_load(config.read_text())["engine"]["torch"]
     assert engine.keys() <= {"batching", "limits"}
+    shrink(config)
     flags = ("--port", "0", "--backend", backend, "--config", str(config))
     with running_stack(*flags, env=SIMULATED_DEMO) as stack:
         async with Triton(stack.wait_ready()) as triton:
@@ -333,6 +339,7 @@ async def test_documented_disaggregated_repository_is_served(tmp_path: Path) -> 
     config = tmp_path / "mesh.yaml"
     given = ("--device", "cpu", "--output", str(config))
     assert trtmesh("import-triton", str(directory), *given).returncode == 0
+    shrink(config)
     with running_stack("--port", "0", "--backend", "torch", "--config", str(config)) as stack:
         router = stack.wait_ready()
         async with Triton(router) as triton, Client(router) as client:
@@ -352,7 +359,9 @@ async def test_documented_disaggregated_repository_is_served(tmp_path: Path) -> 
 async def test_engines_run_on_the_devices_of_their_model(tmp_path: Path) -> None:
     """Two instances of a model on named devices, which are CPUs here. `tests/cli/test_up.py` starts an absent one."""
     config = tmp_path / "mesh.yaml"
-    directory = five_models(tmp_path / "models", {"gpu_device_ids": "62;63"})
+    directory = five_models(
+        tmp_path / "models", {"gpu_device_ids": "62;63", "tokenizer_dir": str(DEMO_DRAFT)}
+    )
     assert trtmesh("import-triton", str(directory), "--output", str(config)).returncode == 0
     text, devices = re.subn(r"cuda:6[23]", "cpu", config.read_text())
     assert devices == 2

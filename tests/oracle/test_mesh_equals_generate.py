@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.mesh import DEMO, Mesh, decode, running_mesh, tokenizer_of
+from e2e.mesh import DEMO_DRAFT, Mesh, decode, running_mesh, tokenizer_of
 from oracle import tiny_models
 from transformers import PreTrainedModel
 from trtmesh.client import FinishReason, ItemResult
@@ -61,10 +61,10 @@ async def all_alone_and_at_once(mesh: Mesh, prompts: Sequence[str]) -> list[Item
     return [item for (item,) in answers]
 
 
-@pytest.mark.parametrize("name", ["llama", "demo"])
+@pytest.mark.parametrize("name", ["llama", DEMO_DRAFT.name])
 async def test_ids_and_texts_equal_generate(name: str, tmp_path: Path) -> None:
     """Other families differ only in the engine; tests/engine/torch/test_greedy.py covers them all."""
-    folder = DEMO if name == "demo" else tiny_models.build(tmp_path / name, name)
+    folder = DEMO_DRAFT if name == DEMO_DRAFT.name else tiny_models.build(tmp_path / name, name)
     prompts = prompts_of(17)
     model = tiny_models.reference_model(folder)
     ids = [encode(folder, prompt) for prompt in prompts]

@@ -150,6 +150,16 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int, **arguments: A
     return generated
 
 
+def likeliest(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[int]:
+    """The likeliest id at the place of each of `tokens`, after those before it. Where these are equal, they are the ids
+    of `greedy`, by one forward."""
+    forward: Any = model.forward
+    with torch.inference_mode():
+        logits = forward(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
+    chosen: list[int] = logits[len(prompt) - 1 : -1].argmax(1).tolist()
+    return chosen
+
+
 def prompts(
     count: int, *, vocabulary_size: int = VOCABULARY_SIZE, seed: int = 1
 ) -> list[list[int]]:

@@ -19,12 +19,12 @@ from compat.differential.relations import Relations
 from compat.differential.results import Disagreement
 from compat.plain_http import PlainHttp
 from compat.triton import Triton
-from e2e.mesh import DEMO, running_mesh
+from e2e.mesh import DEMO_DRAFT, SMALL, running_mesh
 
 DRAWN, FIRST, COUNT = map(int, os.environ.get("DIFFERENTIAL", f"{SEED}:0:{REQUESTS}").split(":"))
 AT_ONCE = 48
 ENGINE = (
-    *("--model-dir", str(DEMO), "--torch-dtype", "float32", "--torch-threads", "1"),
+    *(*SMALL, "--torch-dtype", "float32", "--torch-threads", "1"),
     # Other requests of a step would decide between candidates that nearly tie.
     *("--torch-kv-cache-tokens", "32768", "--torch-batch-invariant", "true"),
 )
@@ -37,7 +37,7 @@ async def test_answers_agree_in_every_way_to_ask() -> None:
         Triton(mesh.router.address) as triton,
         PlainHttp(mesh.router.http_address) as http,
     ):
-        relations = Relations(Clients(triton, http), Reference(DEMO))
+        relations = Relations(Clients(triton, http), Reference(DEMO_DRAFT))
         at_once = asyncio.Semaphore(AT_ONCE)
 
         async def fault(case: Case) -> str | None:

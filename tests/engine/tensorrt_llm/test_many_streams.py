@@ -14,7 +14,9 @@ from engine.tensorrt_llm.stand_in.package import RELEASES
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-globals().update(suite_of(test_many_streams))
+globals().update(
+    suite_of(test_many_streams, but={"test_thousand_requests_at_once_get_every_token"})
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -28,3 +30,9 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 
     async with running_mesh(start=start) as mesh:
         yield mesh
+
+
+# Other tests have as many sequences at once of this backend, and as many requests of the router.
+@pytest.mark.soak
+async def test_thousand_requests_at_once_get_every_token(mesh: Mesh) -> None:
+    await test_many_streams.test_thousand_requests_at_once_get_every_token(mesh)

@@ -83,7 +83,7 @@ async def test_drafts_hold_as_often_as_by_direct_simulation(
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.02)
     model.save_pretrained(other)
-    config = configure(max_tokens=200, ignore_end_id=True, temperature=temperature, seed=2)
+    config = configure(max_tokens=100, ignore_end_id=True, temperature=temperature, seed=2)
     async with running(llama, drafts="model", draft_model=other) as engine:
         counts = draft(engine, None, FixedLengths(1)).counts
         keys = [engine.submit(prompt, config)[0] for prompt in tiny_models.prompts(6)]

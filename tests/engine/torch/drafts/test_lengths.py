@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 from trtmesh.engine.backends.torch.drafts.lengths import (
@@ -12,6 +15,21 @@ from trtmesh.engine.backends.torch.drafts.lengths import (
     AdaptiveLengths,
     StepTime,
 )
+
+
+def pairs(**values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every pair of values in every run, and all combinations in `make soak`."""
+    places = product(*(range(len(each)) for each in values.values()))
+    return pytest.mark.parametrize(
+        ",".join(values),
+        [
+            pytest.param(
+                *(each[place] for each, place in zip(values.values(), chosen, strict=True)),
+                marks=[] if sum(chosen) % 3 == 0 else pytest.mark.soak,
+            )
+            for chosen in places
+        ],
+    )
 
 
 def held_of(drafts: int, rate: float, dice: Random) -> int:
@@ -52,10 +70,7 @@ def play(
     return tokens / seconds / rows, drafted / steps / rows
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("rate", [0.1, 0.8, 0.95])
-@pytest.mark.parametrize("cost", [0.02, 0.3, 1.0, 2.0])
-@pytest.mark.parametrize("fixed", [0.0, 1.0])
+@pairs(rows=[1, 16], rate=[0.1, 0.8, 0.95], cost=[0.02, 0.3, 1.0, 2.0], fixed=[0.0, 1.0])
 def test_drafts_never_cost_more_than_they_are_worth(
     rows: int, rate: float, cost: float, fixed: float
 ) -> None:
@@ -66,10 +81,7 @@ def test_drafts_never_cost_more_than_they_are_worth(
         assert drafts < 0.2
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("rate", [0.1, 0.8, 0.95])
-@pytest.mark.parametrize("cost", [0.02, 0.3, 1.0])
-@pytest.mark.parametrize("wait", [0.1, 0.5])
+@pairs(rows=[1, 16], rate=[0.1, 0.8, 0.95], cost=[0.02, 0.3, 1.0], wait=[0.1, 0.5])
 def test_waiting_for_drafts_never_costs_more_than_they_are_worth(
     rows: int, rate: float, cost: float, wait: float
 ) -> None:
@@ -99,12 +111,11 @@ def test_trials_of_a_large_batch_cost_little_in_any_hundred_steps(rate: float) -
     assert min(gains[1:]) > 0.97
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 64])
-@pytest.mark.parametrize(("rate", "told"), [(0.33, 0.6), (0.1, 0.5), (0.02, 0.98)])
-@pytest.mark.parametrize("cost", [0.3, 0.45, 0.8])
+@pairs(rows=[1, 4, 16, 64], shares=[(0.33, 0.6), (0.1, 0.5), (0.02, 0.98)], cost=[0.3, 0.45, 0.8])
 def test_shares_that_promise_too_much_cost_little(
-    rows: int, rate: float, told: float, cost: float
+    rows: int, shares: tuple[float, float], cost: float
 ) -> None:
+    rate, told = shares
     gain, _ = play(AdaptiveLengths(), rows, rate, cost / rows, told=told)
     assert gain > 0.97
 

@@ -36,7 +36,8 @@ GUIDES = (
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     rounds = metafunc.config.getoption("--combinations", default=None)
-    metafunc.parametrize("number", range(rounds or 3))
+    later = pytest.param(2, marks=pytest.mark.soak)
+    metafunc.parametrize("number", range(rounds) if rounds else [0, 1, later])
 
 
 def with_a_guide(item: Item, dice: Random) -> Item:

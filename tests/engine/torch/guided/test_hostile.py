@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e.mesh import DEMO
+from e2e.mesh import DEMO_DRAFT
 from engine.torch.guided.guides import ATTACKS, guided
 from engine.torch.harness import Harness, configure, running
 from trtmesh.chassis.errors import InvalidRequest
@@ -23,7 +23,7 @@ MOST_MASK_SECONDS = 0.25
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[Harness]:
-    async with running(DEMO, max_batch_size=48) as engine:
+    async with running(DEMO_DRAFT, max_batch_size=48) as engine:
         yield engine
 
 

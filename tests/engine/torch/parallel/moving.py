@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from pathlib import Path
 
 from e2e.mesh import DEMO, PATIENT, Mesh, check_beginning, running_mesh
 from engine.torch.parallel.followers import followers
@@ -13,9 +15,13 @@ LONGEST = 1900
 PROMPTS = [[300 + number, 40, 50, 60] for number in range(4)]
 
 
-async def check_killed_rank_moves_items(ranks: str, single: str, *flags: str) -> None:
-    """Serves with a worker on the devices `ranks` and one on the device `single`."""
-    shared = ("--model-dir", str(DEMO), "--torch-kv-cache-tokens", "8192", *flags)
+async def check_killed_rank_moves_items(
+    ranks: str, single: str, *flags: str, model: Path = DEMO
+) -> None:
+    """Serves a model with the demo model's tokenizer by a worker on the devices `ranks` and one on the device
+    `single`."""
+    given = ("--model-dir", str(model), "--model", "demo")
+    shared = (*given, "--torch-kv-cache-tokens", "8192", *flags)
 
     async def start(mesh: Mesh) -> None:
         await asyncio.gather(
@@ -32,6 +38,11 @@ async def check_killed_rank_moves_items(ranks: str, single: str, *flags: str) ->
         reader = mesh.open(PROMPTS, max_tokens=LONGEST, ignore_end_id=True)
         await reader.until(lambda r: all(r.tokens(index) > 3 for index in range(len(PROMPTS))))
         (rank,) = followers(parallel.pid)
+        # Meant for all processes of a terminal or a container; the first rank ends the others.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            rank.send_signal(number)
+        tokens = reader.tokens()
+        await reader.until(lambda r: r.tokens() > tokens)
         rank.kill()
         check_beginning(await reader.stopped_at(TOKENS), expected)
         assert await parallel.wait() == 1

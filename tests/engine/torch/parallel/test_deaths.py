@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import threading
 import time
@@ -11,10 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from e2e.mesh import DEMO, eventually
+from e2e.mesh import DEMO, DEMO_VOCABULARY, eventually
 from engine.torch.harness import configure, running
 from engine.torch.parallel.followers import followers, gone, started
 from engine.torch.parallel.moving import check_killed_rank_moves_items
+from oracle import tiny_models
 from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, StartupError, WorkerLost
 from trtmesh.engine.backends.torch import backend
@@ -25,10 +27,12 @@ from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 LONG = configure(max_tokens=400, ignore_end_id=True)
-PARALLEL = (
-    *("--model-dir", str(DEMO), "--torch-device", "cpu,cpu", "--torch-threads", "1"),
-    *("--torch-kv-cache-tokens", "8192"),
-)
+
+
+def parallel(model: Path) -> tuple[str, ...]:
+    """Flags of a worker with two ranks."""
+    device = ("--torch-device", "cpu,cpu", "--torch-threads", "1")
+    return ("--model-dir", str(model), *device, "--torch-kv-cache-tokens", "8192")
 
 
 # The items of a busy one move to another worker below.
@@ -122,7 +126,9 @@ async def test_a_thread_that_waits_for_good_does_not_keep_the_backend_from_closi
     thread.join()
 
 
-async def test_what_holds_the_group_is_released_after_the_other_ranks(llama: Path) -> None:
+async def test_what_holds_the_group_is_released_after_the_other_ranks(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Before the group ends: NCCL waits for graphs with its operations."""
     living: list[list[psutil.Process]] = []
     async with running(llama, device="cpu,cpu") as engine:
@@ -131,6 +137,7 @@ async def test_what_holds_the_group_is_released_after_the_other_ranks(llama: Pat
         ranks.group.release_first(lambda: living.append(followers()))
         await engine.run([[5, 6, 7]], configure(max_tokens=4))
     assert living == [[]]
+    assert not caplog.records, "ranks end by themselves where the first one does"
 
 
 async def test_a_frozen_rank_is_killed_at_the_end(llama: Path) -> None:
@@ -140,21 +147,28 @@ async def test_a_frozen_rank_is_killed_at_the_end(llama: Path) -> None:
     assert followers() == []
 
 
-async def test_a_killed_rank_moves_the_items_of_its_worker() -> None:
-    await check_killed_rank_moves_items("cpu,cpu", "cpu", "--torch-threads", "1")
+async def test_a_killed_rank_moves_the_items_of_its_worker(tmp_path: Path) -> None:
+    model = tiny_models.build(tmp_path, vocab_size=DEMO_VOCABULARY, max_position_embeddings=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, model)
+    given = ("cpu,cpu", "cpu", "--torch-threads", "1")
+    await check_killed_rank_moves_items(*given, model=model)
 
 
-async def test_a_killed_first_rank_takes_the_others_along() -> None:
-    async with service_process("engine", *PARALLEL) as engine:
+# Ranks of processes are executed and import PyTorch. Above, those of this process end in order.
+@pytest.mark.soak
+async def test_a_killed_first_rank_takes_the_others_along(llama: Path) -> None:
+    async with service_process("engine", *parallel(llama)) as engine:
         rank = await started(engine)
         engine.signal(signal.SIGKILL)
         await engine.wait()
         await gone(rank)
 
 
-async def test_signals_to_all_processes_stop_the_worker_in_order() -> None:
+@pytest.mark.soak
+async def test_signals_to_all_processes_stop_the_worker_in_order(llama: Path) -> None:
     """As from a terminal, and from a service manager."""
-    async with service_process("engine", *PARALLEL) as engine:
+    async with service_process("engine", *parallel(llama)) as engine:
         rank = await started(engine)
         for number in (signal.SIGINT, signal.SIGTERM):
             rank.send_signal(number)
@@ -165,8 +179,8 @@ async def test_signals_to_all_processes_stop_the_worker_in_order() -> None:
 
 
 @pytest.mark.soak
-async def test_a_killed_rank_ends_the_start() -> None:
-    async with service_process("engine", *PARALLEL) as engine:
+async def test_a_killed_rank_ends_the_start(llama: Path) -> None:
+    async with service_process("engine", *parallel(llama)) as engine:
 
         async def has_child() -> bool:
             return bool(followers(engine.pid))

@@ -40,12 +40,12 @@ async def test_every_choice_is_that_of_one_device_also_from_cached_blocks(llama:
 
 
 async def test_paused_sequences_and_evicted_blocks_change_nothing(llama: Path) -> None:
-    prompts = [prompt[:8] for prompt in tiny_models.prompts(9)]
+    prompts = [prompt[:8] for prompt in tiny_models.prompts(5)]
     model = tiny_models.reference_model(llama)
-    expected = [tiny_models.greedy(model, prompt, 40) for prompt in prompts]
+    expected = [tiny_models.greedy(model, prompt, 24) for prompt in prompts]
     settings: dict[str, Any] = {**SMALL, "kv_cache_tokens": 64, "host_cache_bytes": 2**16}
     async with running(llama, device="cpu,cpu", **settings) as engine:
-        config = configure(max_tokens=40, ignore_end_id=True)
+        config = configure(max_tokens=24, ignore_end_id=True)
         assert await engine.run(prompts, config) == expected
         assert engine.backend._loaded.engine.scheduler.preemptions > 0
         # Blocks come back from the host's memory of every rank.
@@ -58,9 +58,10 @@ async def test_paused_sequences_and_evicted_blocks_change_nothing(llama: Path) -
     [
         ("llama", {"attention_bias": True, "mlp_bias": True}, "cpu,cpu"),
         ("llama", {"num_key_value_heads": 4}, "cpu,cpu,cpu,cpu"),
-        ("qwen2", {}, "cpu,cpu"),
+        # The biases of qwen2 are some of those above, and windows do not depend on the heads of a rank.
+        pytest.param("qwen2", {}, "cpu,cpu", marks=pytest.mark.soak),
         ("qwen3", {}, "cpu,cpu"),
-        ("mistral", {}, "cpu,cpu"),
+        pytest.param("mistral", {}, "cpu,cpu", marks=pytest.mark.soak),
     ],
     ids=["biases", "four ranks", "qwen2", "qwen3", "mistral"],
 )
@@ -68,11 +69,13 @@ async def test_families_equal_generate(
     family: str, changes: dict[str, Any], device: str, tmp_path: Path
 ) -> None:
     folder = with_biases(tiny_models.build(tmp_path, family, **changes))
-    prompts = tiny_models.prompts(9)
+    prompts = tiny_models.prompts(5)
     model = tiny_models.reference_model(folder)
-    expected = [tiny_models.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
     async with running(folder, device=device, **SMALL) as engine:
-        assert await engine.run(prompts, FREE) == expected
+        found = await engine.run(prompts, FREE)
+    for prompt, ids in zip(prompts, found, strict=True):
+        assert len(ids) == NEW_TOKENS
+        assert ids == tiny_models.likeliest(model, prompt, ids)
 
 
 def with_biases(folder: Path) -> Path:

@@ -157,8 +157,9 @@ def test_penalties_follow_the_rule_of_tensorrt_llm(ignored: int | None) -> None:
     assert adjusted([row], logits).tolist() == [expected]
 
 
-@pytest.mark.parametrize("ignored", [None, 0, 3])
-@pytest.mark.parametrize(("presence", "frequency"), [(3.0, 0.0), (0.0, 1.5), (1.0, 0.7)])
+@pytest.mark.parametrize(
+    ("presence", "frequency", "ignored"), [(3.0, 0.0, None), (0.0, 1.5, 0), (1.0, 0.7, 3)]
+)
 async def test_presence_and_frequency_penalties_follow_their_formula(
     llama: Path, presence: float, frequency: float, ignored: int | None
 ) -> None:
