@@ -44,6 +44,8 @@ class Mutation:
     bounds: Bounds = WIDE
     by_timers: bool = False
     """Whether an end may need a timer; most rules must hold without."""
+    is_found_by_state: bool = False
+    """Whether every run finds it in the fewer worlds of a state, and `make soak` here too."""
 
 
 def without(
@@ -205,7 +207,7 @@ MUTATIONS = [
         "a repeated commit mark is no confirmation",
         Machines(receiver=takes_repeated_mark_as_confirmation),
         COMPUTES,
-        LOSSES,
+        replace(LOSSES, kind="move"),
         True,
     ),
     Mutation(
@@ -213,7 +215,13 @@ MUTATIONS = [
         Machines(receiver=consumes_without_mark),
         COMPUTES,
     ),
-    Mutation("no part is missing", Machines(receiver=accepts_gap), COMPUTES, LOSSES, True),
+    Mutation(
+        "no part is missing",
+        Machines(receiver=accepts_gap),
+        COMPUTES,
+        replace(LOSSES, local=False, timers=False),
+        True,
+    ),
     Mutation(
         "reads of another's memory are confirmed",
         Machines(receiver=needs_no_confirmation),
@@ -254,7 +262,7 @@ MUTATIONS = [
         "the receiver's lease expires",
         Machines(receiver_expires=lambda _: False),
         NO_END,
-        LOSSES,
+        replace(LOSSES, kind="move"),
         True,
     ),
     Mutation(
@@ -273,7 +281,7 @@ MUTATIONS = [
         "a part is announced when it is final",
         Machines(sender=announces_early),
         COMPUTES,
-        TWO_PARTS,
+        replace(TWO_PARTS, faults=0),
     ),
     Mutation(
         "a sender's lease ends with its fetch, or by its router",
@@ -287,6 +295,7 @@ MUTATIONS = [
         "a released sender's lease ends",
         Machines(sender=ignoring(sending.advance, sending.SenderEvent.RELEASED)),
         NO_END,
+        is_found_by_state=True,
     ),
     Mutation(
         "an ended lease aborts the fetch",
@@ -294,7 +303,12 @@ MUTATIONS = [
         NO_END,
     ),
     Mutation(
-        "the sender's lease expires", Machines(sender_expires=lambda _: False), NO_END, LOSSES, True
+        "the sender's lease expires",
+        Machines(sender_expires=lambda _: False),
+        NO_END,
+        LOSSES,
+        True,
+        is_found_by_state=True,
     ),
     Mutation(
         "the router has deadlines",
@@ -302,12 +316,14 @@ MUTATIONS = [
         NO_END,
         LOSSES,
         True,
+        is_found_by_state=True,
     ),
     *(
         Mutation(
             f"the router does not forget {action.value}",
             Machines(router=without(routing.advance, action)),
             NO_END,
+            is_found_by_state=action in (routing.Action.SUBMIT, routing.Action.RELEASE_SENDER),
         )
         for action in (
             routing.Action.START_SENDER,
@@ -326,11 +342,13 @@ MUTATIONS = [
         "a lost sender fails the handoff",
         Machines(router=ignoring(routing.advance, routing.Event.SENDER_FAILED)),
         NO_END,
+        is_found_by_state=True,
     ),
     Mutation(
         "a lost receiver fails the handoff",
         Machines(router=ignoring(routing.advance, routing.Event.RECEIVER_FAILED)),
         NO_END,
+        is_found_by_state=True,
     ),
     Mutation(
         "a finished sender ends the handoff",

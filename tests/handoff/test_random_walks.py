@@ -82,5 +82,5 @@ class RandomWalk(RuleBasedStateMachine):
 
 TestRandomWalk = RandomWalk.TestCase
 TestRandomWalk.settings = settings(
-    max_examples=examples(100, soak=300), stateful_step_count=60, deadline=None
+    max_examples=examples(40, soak=300), stateful_step_count=60, deadline=None
 )
