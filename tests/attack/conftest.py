@@ -21,7 +21,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ServiceProcess, service_process
 
 STREAMS = 8
-STEP_MS = "10"
+STEP_MS, CALM_STEP_MS = "10", "50"
+"""Of the engine where delays are measured, and where they are not."""
+SIMULATED = ("--backend", "simulated", "--model", "demo", "--simulated-timing-step-ms")
 CONTROL_SECONDS = 0.5
 PATIENCE_SECONDS = 60.0
 IDLE_SECONDS = 0.5
@@ -103,14 +105,14 @@ async def until_serving(address: str) -> None:
 
 @asynccontextmanager
 async def _healthy_streams(
-    address: str, least_tokens: int
+    address: str, streams: int, least_tokens: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     script = Path(__file__).with_name("healthy_streams.py")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(script),
         address,
-        str(STREAMS),
+        str(streams),
         str(least_tokens),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -127,7 +129,9 @@ async def _healthy_streams(
 
 
 @asynccontextmanager
-async def _served(engine_flags: Sequence[str], least_tokens: int) -> AsyncIterator[Site]:
+async def _served(
+    engine_flags: Sequence[str], least_tokens: int, streams: int = STREAMS
+) -> AsyncIterator[Site]:
     free = ("--port", "0")
     async with (
         service_process("tokenizer", *free, "--model-dir", str(DEMO)) as tokenizer,
@@ -138,21 +142,38 @@ async def _served(engine_flags: Sequence[str], least_tokens: int) -> AsyncIterat
         ) as router,
     ):
         await until_serving(router.address)
-        async with _healthy_streams(router.address, least_tokens) as healthy:
+        async with _healthy_streams(router.address, streams, least_tokens) as healthy:
             site = Site(router, healthy)
             yield site
-            print("", TABLE_HEAD, *site.rows.values(), sep="\n")
+            if site.rows:
+                print("", TABLE_HEAD, *site.rows.values(), sep="\n")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site() -> AsyncIterator[Site]:
-    flags = ("--backend", "simulated", "--model", "demo", "--simulated-timing-step-ms", STEP_MS)
-    async with _served(flags, 30_000) as site:
+    async with _served((*SIMULATED, STEP_MS), 30_000) as site:
         yield site
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def unmeasured_site() -> AsyncIterator[Site]:
+    """With slower streams."""
+    async with _served((*SIMULATED, CALM_STEP_MS), 30_000) as site:
+        yield site
+
+
+GUIDED = (*SMALL, "--torch-threads", "1")
+"""Flags of an engine that follows guides."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guided_site() -> AsyncIterator[Site]:
-    """With an engine that follows guides."""
-    async with _served((*SMALL, "--torch-threads", "1"), 1_000) as site:
+    async with _served(GUIDED, 1_000) as site:
+        yield site
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def unmeasured_guided_site() -> AsyncIterator[Site]:
+    """With fewer streams."""
+    async with _served(GUIDED, 1_000, streams=2) as site:
         yield site
