@@ -87,7 +87,7 @@ class Workers:
                 live = (await self.client.admin.list_handoffs()).handoffs
                 if sum(handoff.stage == stage for handoff in live) == count:
                     return
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.01)
 
     def handoffs(self, **labels: str) -> float:
         """Ended handoffs with these labels."""

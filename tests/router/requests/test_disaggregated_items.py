@@ -393,9 +393,11 @@ async def test_a_worker_s_longest_lease_bounds_the_lives_of_leases(
 
 
 @either
-async def test_many_items_leave_nothing_behind(by_state: bool) -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.soak)])
+async def test_many_items_leave_nothing_behind(by_state: bool, count: int) -> None:
     async with workers("prefill", "decode", "prefill", "decode", by_state=by_state) as on:
-        prompts = [list(range(start, start + 30 + start % 50)) for start in range(100, 300)]
+        starts = range(100, 300, 200 // count)
+        prompts = [list(range(start, start + 30 + start % 49)) for start in starts]
         items = await on.ask(*prompts, max_tokens=8)
         assert content(items) == content(await expected(*prompts, max_tokens=8))
         await on.quiet()

@@ -17,6 +17,8 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
+SLOW: dict[str, Any] = {"timing": {"step_ms": 12.0}}
+"""Few tokens take as long as a move."""
 FLAT_OUT: dict[str, Any] = {
     "timing": {"step_ms": 0.0},
     "limits": {"max_sequence_tokens": 200_000},
@@ -41,20 +43,20 @@ def busy(on: Workers) -> list[str]:
 
 async def running(on: Workers) -> str:
     """The name of the only worker with sequences, once they have generated something."""
-    await eventually(lambda: sum(on.load(n).generated_tokens for n in on.engines) > 20)
+    await eventually(lambda: sum(on.load(n).generated_tokens for n in on.engines) > 4)
     (name,) = busy(on)
     return name
 
 
 async def test_a_drained_worker_hands_its_sequences_over() -> None:
-    async with workers("mixed", "mixed") as on:
-        asked = on.ask(PROMPT, max_tokens=300)
+    async with workers("mixed", "mixed", **SLOW) as on:
+        asked = on.ask(PROMPT, max_tokens=50)
         name = await running(on)
         drained = await on.client.admin.drain_worker(name, finish_seconds=0)
         assert (drained.moved_sequences, drained.left_sequences) == (1, 0)
         (other,) = set(on.engines) - {name}
         await eventually(lambda: on.handoffs(cause="drain", result="moved") == 1)
-        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=300)
+        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=50)
         assert on.load(other).received_handoffs.consumed == 1
         assert on.load(other).computed_prompt_tokens < 16
         await on.quiet()
@@ -62,24 +64,24 @@ async def test_a_drained_worker_hands_its_sequences_over() -> None:
 
 async def test_several_sequences_of_an_item_leave_a_drained_worker_one_after_the_other() -> None:
     options: dict[str, Any] = {"num_return_sequences": 2, "temperature": 0.9, "seed": 5}
-    async with workers("mixed", "mixed") as on:
-        asked = on.ask(PROMPT, max_tokens=3000, **options)
+    async with workers("mixed", "mixed", **SLOW) as on:
+        asked = on.ask(PROMPT, max_tokens=500, **options)
         name = await running(on)
         drained = await on.client.admin.drain_worker(name, finish_seconds=0)
         assert (drained.moved_sequences, drained.left_sequences) == (2, 0)
         await eventually(lambda: on.handoffs(cause="drain", result="moved") == 2)
-        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=3000, **options)
+        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=500, **options)
         await on.quiet()
 
 
 async def test_a_worker_that_becomes_a_prefill_worker_hands_its_sequences_over() -> None:
-    async with workers("mixed", "mixed") as on:
-        asked = on.ask(PROMPT, max_tokens=300)
+    async with workers("mixed", "mixed", **SLOW) as on:
+        asked = on.ask(PROMPT, max_tokens=50)
         name = await running(on)
         changed = await on.client.admin.set_worker_role(name, "prefill")
         assert changed.moved_sequences == 1
         await eventually(lambda: on.handoffs(cause="role", result="moved") == 1)
-        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=300)
+        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=50)
         await on.quiet()
 
 
@@ -97,23 +99,23 @@ async def test_a_change_of_role_does_not_wait_for_the_prefills_of_the_new_role()
 
 
 async def test_a_removed_worker_leaves_after_its_handoffs() -> None:
-    async with workers("mixed", "mixed") as on:
-        asked = on.ask(PROMPT, max_tokens=300)
+    async with workers("mixed", "mixed", **SLOW) as on:
+        asked = on.ask(PROMPT, max_tokens=50)
         name = await running(on)
         assert (await on.client.admin.remove_worker(name)).moved_sequences == 1
         await eventually(lambda: on.handoffs(cause="drain", result="moved") == 1)
         await eventually(lambda: on.client.gauge("ready_workers") == 1)
-        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=300)
+        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=50)
         await on.quiet()
 
 
 async def test_a_stopping_worker_hands_its_sequences_over() -> None:
-    async with workers("mixed", "mixed", grace_seconds=5) as on:
-        asked = on.ask(PROMPT, max_tokens=600)
+    async with workers("mixed", "mixed", grace_seconds=5, **SLOW) as on:
+        asked = on.ask(PROMPT, max_tokens=100)
         name = await running(on)
         await on.engines[name].service.drain()
         assert not on.load(name).running_sequences
-        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=600)
+        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=100)
         assert on.handoffs(cause="drain", result="moved") == 1
         await on.quiet()
 
@@ -121,21 +123,21 @@ async def test_a_stopping_worker_hands_its_sequences_over() -> None:
 async def test_moves_beyond_the_limit_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtmesh.router.handoffs.item_handoffs.MAX_MOVES", 2)
     prompts = [list(range(start, start + 40)) for start in range(100, 112)]
-    async with workers("mixed", "mixed") as on:
-        asked = on.ask(*prompts, max_tokens=400)
+    async with workers("mixed", "mixed", **SLOW) as on:
+        asked = on.ask(*prompts, max_tokens=70)
         await eventually(lambda: on.client.gauge("worker_sequences") == len(prompts))
         await eventually(lambda: len(busy(on)) == 2)
         name = busy(on)[0]
         await on.client.admin.drain_worker(name, finish_seconds=0)
         assert not on.load(name).running_sequences
-        assert tokens_of(await asked) == await expected(*prompts, max_tokens=400)
+        assert tokens_of(await asked) == await expected(*prompts, max_tokens=70)
         assert on.handoffs(result="migrated") == 0
         await on.quiet()
 
 
 async def test_a_receiver_that_is_cut_off_leaves_the_sequence_to_an_ordinary_move() -> None:
-    async with workers("mixed", "mixed", "mixed") as on:
-        asked = on.ask(PROMPT, max_tokens=300)
+    async with workers("mixed", "mixed", "mixed", **SLOW) as on:
+        asked = on.ask(PROMPT, max_tokens=50)
         name = await running(on)
         others = [other for other in on.engines if other != name]
         for other in others:
@@ -148,7 +150,7 @@ async def test_a_receiver_that_is_cut_off_leaves_the_sequence_to_an_ordinary_mov
             if other != live.receiver:
                 on.proxies[other].mend()
         assert (await draining).left_sequences == 0
-        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=300)
+        assert tokens_of(await asked) == await expected(PROMPT, max_tokens=50)
         assert on.handoffs(cause="drain", result="migrated") == 1
         on.proxies[live.receiver].mend()
         await on.quiet()
@@ -156,8 +158,8 @@ async def test_a_receiver_that_is_cut_off_leaves_the_sequence_to_an_ordinary_mov
 
 async def test_an_item_that_ends_during_a_drain_starts_no_other_handoff() -> None:
     """The end of its handoff lets the worker move the next sequence, and the item still has one there."""
-    async with workers("mixed", "mixed") as on:
-        asked = on.ask(PROMPT, max_tokens=2000)
+    async with workers("mixed", "mixed", **SLOW) as on:
+        asked = on.ask(PROMPT, max_tokens=340)
         name = await running(on)
         (other,) = set(on.engines) - {name}
         on.proxies[other].freeze(to_target=True, from_target=False)
@@ -202,8 +204,8 @@ async def rest_of(call: Any) -> list[int]:
     return ids
 
 
-TOKENS = 6_000
-"""Three times what an unread call takes: its window has a few bytes, and the router keeps 2,000."""
+TOKENS = 1_500
+"""Three times what an unread call takes: its window has a few bytes, and the router keeps 500."""
 
 _whole: list[int] = []
 
@@ -225,7 +227,7 @@ async def whole() -> list[int]:
 
 @pytest.fixture
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch(monkeypatch, buffer_tokens=2000)
+    patch(monkeypatch, buffer_tokens=500)
 
 
 @pytest.mark.usefixtures("small_buffer")
