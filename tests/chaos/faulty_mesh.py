@@ -33,7 +33,11 @@ BUSY = {
 
 READY = ("trtmesh_router_ready_workers", "trtmesh_router_ready_tokenizers")
 
-ENGINE = (*SIMULATED, *WIDE_TOKENS, "--simulated-vocabulary-end-probability", "0.001")
+ENGINE = (
+    *(*SIMULATED, *WIDE_TOKENS, "--simulated-vocabulary-end-probability", "0.004"),
+    # Few tokens take as long as a fault.
+    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+)
 
 MIXED = ("mixed", "mixed")
 SPLIT = ("prefill", "decode", "decode")

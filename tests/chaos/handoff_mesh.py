@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from chaos.dialers import dialer_of
 from chaos.proxy import Link, Proxy, proxy_to
-from e2e.mesh import BUSY_GAUGES, DEMO, SIMULATED, WIDE_TOKENS, eventually, scrape
+from e2e.mesh import BUSY_GAUGES, DEMO, SIMULATED, WIDE_TOKENS, lasting, scrape
 from process_constants import constants
 from processes import ServiceProcess, service_process
 from trtmesh.client import AdminClient, Client
@@ -41,9 +41,11 @@ SILENT_SECONDS = 30.0
 SIMULATED_WORKER = (
     *SIMULATED,
     *WIDE_TOKENS,
-    # A prefill takes 16 chunks.
+    # A few tokens take as long as a handoff.
+    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    # A prefill takes several chunks.
     *("--simulated-timing-prefill-tokens-per-step", "32"),
-    *("--simulated-timing-prefill-tokens-per-second", "5000"),
+    *("--simulated-timing-prefill-tokens-per-second", "10000"),
     *("--simulated-kv-cache-total-blocks", "1024"),
     *("--simulated-kv-cache-token-bytes", "1024"),
 )
@@ -54,7 +56,7 @@ ROUTER = (
     # Every lost process comes back.
     *("--retries-worker-wait-seconds", "60"),
     *constants(tokenizer_wait_seconds=60, max_lost_workers=100, max_lost_tokenizers=100),
-    *constants(client_unread_seconds=60, buffer_tokens=200),
+    *constants(client_unread_seconds=60, buffer_tokens=50),
 )
 
 
@@ -202,15 +204,15 @@ class HandoffMesh:
         left: list[str] = []
 
         async def settled() -> bool:
-            left[:] = [
-                each
-                for name, process in self.processes()
-                for each in await self._asked(name, process)
-            ]
-            return not left
+            for name, process in self.processes():
+                # Others are asked once this one has nothing left.
+                left[:] = await self._asked(name, process)
+                if left:
+                    return False
+            return True
 
         try:
-            await eventually(settled)
+            await lasting(settled)
         except TimeoutError:
             raise AssertionError(f"still so: {left}") from None
         await self.check_conservation()

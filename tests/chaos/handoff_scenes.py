@@ -19,7 +19,7 @@ class Prefill:
 
     steps: ClassVar[Sequence[str]] = STEPS
     """Steps at which the request can be held."""
-    prompts, prompt_tokens, max_tokens = 2, 500, 40
+    prompts, prompt_tokens, max_tokens = 2, 200, 12
     messages_before = MESSAGES_BEFORE
     """Messages of a fetch before it is held."""
 
@@ -47,7 +47,7 @@ class Drain(Prefill):
     """Running sequences whose worker is drained."""
 
     steps = MOVING
-    prompt_tokens, max_tokens = 200, 400
+    prompt_tokens, max_tokens = 200, 100
     messages_before = 0
     """A running sequence has all its KV in one part."""
 
@@ -116,7 +116,7 @@ class Pause(Prefill):
     """Sequences whose KV waits for a client that reads nothing, until it reads again."""
 
     steps = (PARKED, "reserving", *MOVING[2:])
-    prompts, prompt_tokens, max_tokens = 3, 100, 400
+    prompts, prompt_tokens, max_tokens = 2, 100, 100
     messages_before = 0
 
     async def begin(self) -> bool:

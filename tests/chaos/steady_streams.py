@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 Ask = Callable[[], Awaitable[None]]
 """Sends a request and checks every token of the result."""
 
-REST_SECONDS = 0.05
+REST_SECONDS = 0.1
 
 
 @asynccontextmanager

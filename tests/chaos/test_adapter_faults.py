@@ -35,9 +35,13 @@ ENGINE = (
     *(*SIMULATED, *WIDE_TOKENS, "--simulated-adapters-slots", str(SLOTS)),
     *("--simulated-adapters-load-ms", str(1000 * LOAD_SECONDS)),
     *("--simulated-vocabulary-end-probability", "0"),
+    # Few tokens take as long as a fault.
+    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
 )
 PROMPT = ["an adapter changes what follows"]
-TOKENS = 20
+TOKENS = 8
+LONG = 5 * TOKENS
+"""Tokens of a stream that still runs when its worker is lost."""
 STEADY = 9
 """Number of an adapter that is always in use."""
 
@@ -171,9 +175,9 @@ async def test_worker_lost_while_it_loads(shared: Shared, fault: str) -> None:
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 async def test_worker_lost_while_it_decodes_with_an_adapter(shared: Shared, fault: str) -> None:
     fragile, lora = shared.fragile, bring(30 + len(fault))
-    expected = await generate(fragile.mesh.client, lora, 4 * TOKENS)
+    expected = await generate(fragile.mesh.client, lora, LONG)
     async with steady_streams(await steady(shared)):
-        reader = fragile.mesh.open(PROMPT, max_tokens=4 * TOKENS, adapter=pb.LoraConfig(id=lora.id))
+        reader = fragile.mesh.open(PROMPT, max_tokens=LONG, adapter=pb.LoraConfig(id=lora.id))
         await reader.tokens_here(TOKENS)
         (victim,) = [name for name in NAMES if fragile.begun_on(reader, name)]
         getattr(fragile, fault)(victim)

@@ -22,11 +22,12 @@ from trtmesh.chassis.errors import AdapterNotFound
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
-WORKERS = 4
+WORKERS, WORKERS_OF_THE_SUITE = 4, 2
 SLOTS = 8
 UPLOADED, SOURCED, PREFETCHED, BROUGHT = 110, 20, 6, 64
-"""200 adapters: registered with their content or from a directory of the router, known to workers alone, brought. Every
-run has half of the first and of the last kind, still three times as many as all workers hold."""
+"""200 adapters: registered with their content or from a directory of the router, known to workers alone, brought. The
+suite has a quarter of them for half the workers, still three times as many as these hold."""
+SUITE_SHARE = 4
 
 MOST_OVERTAKEN = 12 * CLIENTS
 """Items that may end while one waits: a few turns of everything that is open."""
@@ -46,7 +47,7 @@ def host_bytes() -> int:
     return SLOTS * sum(4 * (a.numel() + b.numel()) for a, b in largest.updates.values())
 
 
-async def start(mesh: Mesh, model_dir: Path, roots: Path, prefetch: Path) -> None:
+async def start(mesh: Mesh, workers: int, model_dir: Path, roots: Path, prefetch: Path) -> None:
     flags = (
         *("--backend", "torch", "--model-dir", str(model_dir), "--torch-threads", "1"),
         *("--torch-kv-cache-tokens", "2048", "--torch-kv-cache-tokens-per-block", "4"),
@@ -55,10 +56,10 @@ async def start(mesh: Mesh, model_dir: Path, roots: Path, prefetch: Path) -> Non
         *("--torch-adapters-max-rank", str(RANKS[1])),
         *("--torch-adapters-prefetch-directory", str(prefetch)),
     )
-    starts = (mesh.start_engine(*flags, "--worker", f"worker-{n}") for n in range(WORKERS))
+    starts = (mesh.start_engine(*flags, "--worker", f"worker-{n}") for n in range(workers))
     await asyncio.gather(*starts)
     await mesh.start_router(*PATIENT, "--adapters-roots", str(roots))
-    await mesh.ready(WORKERS)
+    await mesh.ready(workers)
 
 
 @asynccontextmanager
@@ -71,7 +72,7 @@ async def watched(mesh: Mesh) -> AsyncIterator[None]:
         while not over.is_set():
             check_memory(await mesh.admin.list_workers(), await mesh.admin.list_adapters())
             looks += 1
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
         return looks
 
     async with asyncio.TaskGroup() as group:
@@ -245,15 +246,18 @@ async def test_tokens_are_always_those_of_one_version_in_force(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path: Path, seed: int
 ) -> None:
     asked = request.config.getoption("--adapter-requests", default=None)
-    requests, share = (int(asked), 1) if asked else (56, 2)
+    requests, share = (int(asked), 1) if asked else (44, SUITE_SHARE)
+    workers = WORKERS if asked else WORKERS_OF_THE_SUITE
     roots, prefetch = tmp_path / "roots", tmp_path / "prefetch"
-    sourced = {f"sourced-{n}": tiny_adapter(10**6 + n, 2 + n % 15) for n in range(SOURCED)}
+    sourced = {f"sourced-{n}": tiny_adapter(10**6 + n, 2 + n % 15) for n in range(SOURCED // share)}
     prefetched = {f"prefetched-{n}": tiny_adapter(2 * 10**6 + n, 4) for n in range(PREFETCHED)}
     for folder, adapters in ((roots, sourced), (prefetch, prefetched)):
         for name, adapter in adapters.items():
             save_adapter(adapter.content, folder / name)
 
-    async with running_mesh(start=lambda mesh: start(mesh, model_dir, roots, prefetch)) as mesh:
+    async with running_mesh(
+        start=lambda mesh: start(mesh, workers, model_dir, roots, prefetch)
+    ) as mesh:
         tasks = await idle_tasks(mesh)
         traffic = Traffic(mesh, seed)
         for name, adapter in prefetched.items():
@@ -275,7 +279,7 @@ async def test_tokens_are_always_those_of_one_version_in_force(
 
 async def idle_tasks(mesh: Mesh) -> Sequence[float]:
     """Tasks of each process after its first request, which builds caches."""
-    await mesh.client.complete([PROMPTS[0]] * WORKERS, max_tokens=2, text=False)
+    await mesh.client.complete([PROMPTS[0]] * len(mesh.engines), max_tokens=2, text=False)
     await mesh.idle()
     return await tasks_of(mesh)
 

@@ -61,8 +61,9 @@ async def hasty_client(mesh: Mesh, streams: int) -> AsyncIterator[asyncio.subpro
 
 
 async def test_killed_client_frees_its_requests() -> None:
-    async with running_mesh(tokenizers=0, router_env=INSIDE) as mesh:
-        expected = await mesh.client.complete(["bystander"], max_tokens=400)
+    slow = (*SIMULATED, "--simulated-timing-step-ms", "20")
+    async with running_mesh(tokenizers=0, engine_flags=slow, router_env=INSIDE) as mesh:
+        expected = await mesh.client.complete(["bystander"], max_tokens=60)
         bystander = mesh.open(["bystander"], max_tokens=ENDLESS)
         async with hasty_client(mesh, streams=20) as client:
             await bystander.tokens_here(1)
@@ -70,7 +71,7 @@ async def test_killed_client_frees_its_requests() -> None:
             client.kill()
             await eventually(lambda: is_live(mesh, 1))
             here = bystander.tokens()
-            check_beginning(await bystander.stopped_at(max(400, here + 10)), expected)
+            check_beginning(await bystander.stopped_at(max(60, here + 10)), expected)
             await mesh.idle()
 
 

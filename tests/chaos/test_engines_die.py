@@ -26,7 +26,7 @@ from trtmesh.chassis.errors import NoWorker, WorkerLost
 from trtmesh.client import FinishReason, ItemResult
 
 PROMPTS = [f"item {number}" for number in range(6)]
-TOKENS = 120
+TOKENS = 40
 ENGINES = tuple(f"engine-{number}" for number in range(2))
 
 
@@ -141,7 +141,7 @@ async def test_killed_only_engine_resumes_its_items_after_a_restart(backend: Bac
     async with one_engine(backend, "--retries-worker-wait-seconds", "60") as mesh:
         options: dict[str, Any] = {
             **backend.draws,
-            "max_tokens": 200,
+            "max_tokens": 60,
             "num_return_sequences": 3,
         }
         (expected,) = await mesh.client.complete(["prompt"], **options)

@@ -34,7 +34,8 @@ GREEDY: dict[str, Any] = {}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def simulated() -> AsyncIterator[Fragile]:
-    async with fragile_mesh((*SIMULATED, *WIDE_TOKENS)) as fragile:
+    slow = ("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05")
+    async with fragile_mesh((*SIMULATED, *WIDE_TOKENS, *slow)) as fragile:
         yield fragile
 
 
@@ -88,7 +89,7 @@ async def test_engine_lost_at_any_token_goes_unnoticed(
 
 @pytest.mark.parametrize("to_target", [True, False], ids=["nothing is read", "nothing is heard"])
 async def test_silent_network_moves_items(simulated: Fragile, to_target: bool) -> None:
-    options = {**SAMPLED, "max_tokens": 300, "ignore_end_id": True}
+    options = {**SAMPLED, "max_tokens": 75, "ignore_end_id": True}
     expected = contents(await simulated.mesh.client.complete(PROMPTS, **options))
     reader = StreamReader(simulated.mesh.client, PROMPTS, **options)
     await reader.until(lambda r: r.tokens() >= 8)

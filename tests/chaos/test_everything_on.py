@@ -25,9 +25,9 @@ NAMES = ("one", "two", "three", "four")
 ENGINE = (
     *SIMULATED,
     *("--simulated-kv-cache-total-blocks", "150", "--simulated-kv-cache-tokens-per-block", "16"),
-    *("--simulated-adapters-slots", "4", "--simulated-timing-step-ms-per-sequence", "0.4"),
+    *("--simulated-adapters-slots", "4", "--simulated-timing-step-ms-per-sequence", "1"),
     # Few tokens take as long as a fault.
-    *("--simulated-timing-step-ms", "8"),
+    *("--simulated-timing-step-ms", "20", "--load-interval-seconds", "0.05"),
 )
 ROUTER = (
     *("--canary-share", "1", "--defragment", "true", "--hedge-enabled", "true"),
@@ -36,7 +36,7 @@ ROUTER = (
     *("--retries-worker-wait-seconds", "60", *constants(max_lost_workers=100, lease_seconds=1)),
 )
 PROMPT = list(range(300, 460))
-TOKENS = 130
+TOKENS = 50
 FREEZE_SECONDS = 1.0
 BAD = NAMES[-1]
 MOST_ITEMS = 24
@@ -45,9 +45,9 @@ MOST_ITEMS = 24
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": TOKENS},
     "sampled": {"max_tokens": TOKENS, "temperature": 0.9, "seed": 3},
-    "several": {"max_tokens": 60, "temperature": 0.8, "seed": 5, "num_return_sequences": 3},
+    "several": {"max_tokens": 25, "temperature": 0.8, "seed": 5, "num_return_sequences": 3},
     "adapter": {"max_tokens": TOKENS, "adapter": "tiny"},
-    "stops": {"max_tokens": TOKENS, "stop_texts": ["ee", "tt"], "min_tokens": 40},
+    "stops": {"max_tokens": TOKENS, "stop_texts": ["ee", "tt"], "min_tokens": 15},
 }
 
 

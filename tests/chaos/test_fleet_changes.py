@@ -24,14 +24,16 @@ from trtmesh.client import ItemResult
 from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 PROMPTS = [f"item {number}" for number in range(6)]
-TOKENS = 150
+TOKENS = 40
+# Few tokens take as long as a change.
+ENGINE = (*SIMULATED, "--simulated-timing-step-ms", "12", "--load-interval-seconds", "0.05")
 NAMES = ("one", "two")
 
 
 async def two_engines(mesh: Mesh) -> None:
     await mesh.start_tokenizer()
     for name in NAMES:
-        await mesh.start_engine(*SIMULATED, "--worker", name, "--grace-seconds", "3")
+        await mesh.start_engine(*ENGINE, "--worker", name, "--grace-seconds", "3")
     await mesh.start_router(*PATIENT, "--placement-policy", "round_robin")
     await mesh.ready(workers=2, tokenizers=1)
 
@@ -91,7 +93,7 @@ async def test_drain_reports_sequences_that_no_worker_accepts() -> None:
         await reader.tokens_here(5)
         drained = await mesh.admin.drain_worker(name, finish_seconds=0)
         assert (drained.moved_sequences, drained.left_sequences) == (0, 1)
-        (item,) = await reader.stopped_at(reader.tokens() + 100)
+        (item,) = await reader.stopped_at(reader.tokens() + 25)
         assert item.error is None
         with pytest.raises(NotFound, match="'nobody' is not known"):
             await mesh.admin.drain_worker("nobody")
@@ -118,7 +120,7 @@ async def test_changed_address_file_replaces_workers(tmp_path: Path) -> None:
     async def start(mesh: Mesh) -> None:
         await mesh.start_tokenizer()
         for name in NAMES:
-            await mesh.start_engine(*SIMULATED, "--worker", name)
+            await mesh.start_engine(*ENGINE, "--worker", name)
         await mesh.start_router(*constants(resolve_seconds=0.05), "--engines", f"file:{names}")
 
     async with running_mesh(start=start) as mesh:
@@ -126,8 +128,8 @@ async def test_changed_address_file_replaces_workers(tmp_path: Path) -> None:
         write(names, f"{one}\n")
         await eventually(lambda: has_workers(mesh, {"one"}))
         await mesh.ready(workers=1)
-        expected = contents(await mesh.client.complete(PROMPTS, max_tokens=100))
-        reader = mesh.open(PROMPTS, max_tokens=100)
+        expected = contents(await mesh.client.complete(PROMPTS, max_tokens=40))
+        reader = mesh.open(PROMPTS, max_tokens=40)
         await reader.tokens_here(5)
         write(names, f"{two}  # the new one\n")
         await eventually(lambda: has_workers(mesh, {"two"}))

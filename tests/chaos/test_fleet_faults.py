@@ -21,7 +21,7 @@ from trtmesh.client import ItemResult
 
 SEEDS = "0"
 ENGINES, BATCH = 4, 3
-STREAMS, ROUNDS, TOKENS = 9, 3, 300
+STREAMS, ROUNDS, TOKENS = 9, 3, 75
 """More streams than the other engines have room for, while two drain."""
 
 HOST = "engines"
@@ -33,6 +33,8 @@ OPTIONS: dict[str, Any] = {"max_tokens": TOKENS, "ignore_end_id": True, "text": 
 SMALL = (
     *(*SIMULATED, "--simulated-limits-max-batch-size", str(BATCH)),
     *("--simulated-limits-max-queue-size", "0"),
+    # Few tokens take as long as some drains.
+    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
 )
 
 

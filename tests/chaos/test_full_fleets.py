@@ -23,7 +23,10 @@ from trtmesh.v1 import router_admin_pb2 as admin_pb
 
 NAMES = ("one", "two")
 
-FULL_AT_TWO = ("--simulated-limits-max-batch-size", "2", "--simulated-limits-max-queue-size", "0")
+FULL_AT_TWO = (
+    *("--simulated-limits-max-batch-size", "2", "--simulated-limits-max-queue-size", "0"),
+    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+)
 
 
 async def two_small_engines(mesh: Mesh) -> None:
@@ -65,7 +68,7 @@ async def test_a_drain_leaves_streams_where_they_run_until_another_worker_has_ro
         assert (drained.moved_sequences, drained.left_sequences) == (0, 2)
         assert drained.worker.state == admin_pb.WORKER_STATE_DRAINING
         for reader in readers["one"]:
-            await reader.tokens_here(reader.tokens() + 100)
+            await reader.tokens_here(reader.tokens() + 25)
         assert await live(mesh, "one") == 2
 
         for stopped, left in zip(readers["two"], (1, 0), strict=True):

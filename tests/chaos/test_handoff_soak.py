@@ -37,7 +37,7 @@ TRANSPORTS_OF = {
 """Every pair of workers has a transport, and every transport a pair."""
 
 FAST = (
-    *("--simulated-timing-step-ms", "2"),
+    *("--simulated-timing-step-ms", "8"),
     *("--simulated-timing-prefill-tokens-per-step", "64"),
     *("--simulated-timing-prefill-tokens-per-second", "40000"),
 )

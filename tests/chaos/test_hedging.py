@@ -35,9 +35,13 @@ HEDGED = (
 )
 GENEROUS = ("--hedge-token-share", "0.5")
 """For tests of other things than the budget: on a busy machine prompts seem expensive, and copies are many."""
-ENGINE = (*SIMULATED, *WIDE_TOKENS)
+ENGINE = (
+    *(*SIMULATED, *WIDE_TOKENS),
+    # Few tokens take as long as a fault.
+    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+)
 PROMPTS = [f"item {number} of a hedged request" for number in range(6)]
-TOKENS = 300
+TOKENS = 75
 GREEDY: Mapping[str, Any] = {}
 SAMPLED: Mapping[str, Any] = {"temperature": 0.9, "seed": 11}
 
@@ -70,7 +74,7 @@ class Hedged:
 
     async def warm(self) -> None:
         """Has the router learn the pace of its workers."""
-        await self.mesh.client.complete(PROMPTS * 2, max_tokens=80, ignore_end_id=True)
+        await self.mesh.client.complete(PROMPTS * 2, max_tokens=40, ignore_end_id=True)
 
     async def whys(self) -> Mapping[str, float]:
         """What became of late sequences, for a failure."""
@@ -263,7 +267,7 @@ async def test_client_leaves_while_two_copies_run() -> None:
 
 async def test_sequences_leave_a_worker_at_a_tenth_of_its_speed() -> None:
     """Before it fails; and a copy costs no more than its share of the tokens."""
-    slow = ("--simulated-faults-slow-after-steps", "400", "--simulated-faults-slow-factor", "10")
+    slow = ("--simulated-faults-slow-after-steps", "120", "--simulated-faults-slow-factor", "10")
     options = {**SAMPLED, "max_tokens": 3 * TOKENS, "ignore_end_id": True}
     async with hedged(3, flags=[slow]) as scene:
         expected: list[Any] = []
@@ -278,7 +282,7 @@ async def test_sequences_leave_a_worker_at_a_tenth_of_its_speed() -> None:
 
 async def test_every_fault_at_once() -> None:
     """A worker is slow, one freezes, one dies, and one freezes later."""
-    slow = ("--simulated-faults-slow-after-steps", "400", "--simulated-faults-slow-factor", "10")
+    slow = ("--simulated-faults-slow-after-steps", "120", "--simulated-faults-slow-factor", "10")
     # Each of the others meets a frozen worker alone.
     kinds = [
         {**KINDS[kind], "max_tokens": TOKENS * 2, "ignore_end_id": True}

@@ -124,7 +124,7 @@ async def test_no_client_notices_a_lost_engine_or_tokenizer() -> None:
         await mesh.ready(workers=2, tokenizers=2)
 
     async with running_mesh(start=start) as mesh, PlainHttp(mesh.router.http_address) as http:
-        streams = streams_of(120)
+        streams = streams_of(60)
         whole = await all_told(http, streams)
         assert [len(told) for told in whole] == [4, 2, 2, 1]
         assert all(told.startswith(b"call_") for told in whole[2].values())
@@ -170,14 +170,14 @@ async def test_clients_of_a_lost_router_see_it_and_have_the_same_of_the_next(
         lost = await mesh.start("router", *peers)
         async with PlainHttp(lost.http_address) as http:
             await eventually(http.is_ready)
-            short = streams_of(60)
+            short = streams_of(30)
             whole = await all_told(next_one, short)
             # Too long to be over before the fault.
             longer = streams_of(4000)
             told = [Told(name, path, body) for name, (path, body) in longer.items()]
             reading = [asyncio.create_task(each.read(http)) for each in told]
             path, body = longer["calls"]
-            at_once = {"stream": False, "max_tokens": 60}
+            at_once = {"stream": False, "max_tokens": 30}
             await eventually(lambda: all_begun(told))
             lost.signal(fault)
             answer = await whole_answer([http, next_one], path, body | at_once)

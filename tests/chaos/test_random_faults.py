@@ -51,7 +51,7 @@ def request(draw: random.Random) -> tuple[list[str], dict[str, Any]]:
         f"{draw.randint(0, 9)} begins like the others" * draw.choice([1, 1, 20])
         for _ in range(draw.randint(1, 4))
     ]
-    options: dict[str, Any] = {"max_tokens": draw.randint(1, 400)}
+    options: dict[str, Any] = {"max_tokens": draw.randint(1, 100)}
     match draw.choice(["greedy", "sampled", "held", "ids", "stops"]):
         case "sampled":
             options |= {"temperature": 0.9, "seed": draw.getrandbits(32)}

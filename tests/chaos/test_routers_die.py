@@ -35,13 +35,15 @@ from trtmesh.v1 import router_pb2, router_pb2_grpc
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = [f"item {number}" for number in range(4)]
-GREEDY: dict[str, Any] = {"max_tokens": 40}
-SAMPLED: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "num_return_sequences": 2}
+GREEDY: dict[str, Any] = {"max_tokens": 20}
+SAMPLED: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "num_return_sequences": 2}
+# Few tokens take as long as a fault.
+ENGINE = (*SIMULATED, "--simulated-timing-step-ms", "12", "--load-interval-seconds", "0.05")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engines=2, engine_flags=(*SIMULATED, *WIDE_TOKENS)) as mesh:
+    async with running_mesh(engines=2, engine_flags=(*ENGINE, *WIDE_TOKENS)) as mesh:
         yield mesh
 
 
@@ -63,7 +65,7 @@ async def test_connection_cut_at_any_token_resumes_on_the_next_router(
     worst = 0.0
     went_on = 0
     expected = contents(await mesh.client.complete(PROMPTS, seed=7, **options))
-    for position in range(0, options["max_tokens"] + 1, 3):
+    for position in range(0, options["max_tokens"] + 1, 2):
         async with (
             proxy_to(mesh.router.address) as proxy,
             Client([proxy.address, mesh.router.address]) as client,
@@ -86,7 +88,7 @@ async def test_drawn_seed_holds_on_the_next_router(mesh: Mesh) -> None:
         Client([proxy.address, mesh.router.address]) as client,
     ):
         reader = StreamReader(client, PROMPTS, **SAMPLED)
-        await reader.tokens_here(20)
+        await reader.tokens_here(8)
         proxy.cut()
         items = await reader.result()
         started = items[0].started
@@ -125,7 +127,7 @@ async def test_killed_router_loses_no_token_of_a_client_with_another(mesh: Mesh)
 
 async def test_stopping_router_hands_its_clients_to_the_next(mesh: Mesh) -> None:
     stopping = await mesh.start("router", *links(mesh), "--grace-seconds", "0.2")
-    options = {**SAMPLED, "max_tokens": 400}
+    options = {**SAMPLED, "max_tokens": 130}
     expected = contents(await mesh.client.complete(PROMPTS, seed=7, **options))
     async with Client([stopping.address, mesh.router.address]) as client:
         await eventually(lambda: ready(client))
@@ -138,9 +140,9 @@ async def test_stopping_router_hands_its_clients_to_the_next(mesh: Mesh) -> None
 
 
 async def test_stopping_router_finishes_its_streams_within_its_grace() -> None:
-    async with running_mesh(router_flags=("--grace-seconds", "600")) as mesh:
-        expected = await mesh.client.complete(["running"], max_tokens=500)
-        readers = [mesh.open(["running"], max_tokens=ENDLESS) for _ in range(10)]
+    async with running_mesh(engine_flags=ENGINE, router_flags=("--grace-seconds", "600")) as mesh:
+        expected = await mesh.client.complete(["running"], max_tokens=40)
+        readers = [mesh.open(["running"], max_tokens=ENDLESS) for _ in range(4)]
         for reader in readers:
             await reader.tokens_here(5)
         mesh.router.signal(signal.SIGTERM)
@@ -155,7 +157,7 @@ async def test_stopping_router_finishes_its_streams_within_its_grace() -> None:
         await eventually(refused)
         for reader in readers:
             here = reader.tokens()
-            check_beginning(await reader.stopped_at(max(500, here + 10)), expected)
+            check_beginning(await reader.stopped_at(max(40, here + 10)), expected)
         assert await mesh.router.wait() == 0
         async with Client(mesh.router.address) as late:
             with pytest.raises(Unavailable):
@@ -232,7 +234,7 @@ async def test_stop_received_by_a_lost_router_holds_on_the_next(mesh: Mesh) -> N
             prompt=Prompt(text=prompt),
             config=build_config(None, {"max_tokens": tokens, "ignore_end_id": True}),
         )
-        for prompt, tokens in zip(PROMPTS, (ENDLESS, 600) * 2, strict=True)
+        for prompt, tokens in zip(PROMPTS, (ENDLESS, 100) * 2, strict=True)
     ]
     doomed = await mesh.start("router", *links(mesh))
     async with Client([doomed.address, mesh.router.address]) as client:
@@ -325,7 +327,7 @@ async def test_resume_of_an_inexact_stream_is_refused(mesh: Mesh) -> None:
 async def test_resume_of_a_live_request_moves_it_to_the_new_call(mesh: Mesh) -> None:
     stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
     asked = request("twice", stopping=pb.StoppingConfig(max_tokens=ENDLESS))
-    (whole,) = await mesh.client.complete([PROMPTS[0]], max_tokens=300)
+    (whole,) = await mesh.client.complete([PROMPTS[0]], max_tokens=40)
     first = aiter(stub.Generate(asked))
     got: list[int] = []
     while len(got) < 5:

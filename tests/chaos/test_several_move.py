@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 POOL = (
     *("--simulated-kv-cache-total-blocks", "200", "--simulated-kv-cache-tokens-per-block", "16"),
-    *("--simulated-timing-step-ms-per-sequence", "3"),
+    *("--simulated-timing-step-ms-per-sequence", "15", "--load-interval-seconds", "0.05"),
 )
 """Steps long enough that the streams still run once the other worker is ready again and a move would pay."""
 TORCH = (
@@ -27,7 +27,7 @@ TORCH = (
     *("--torch-drafts", "suffix", "--torch-threads", "1"),
 )
 ENGINES = {"simulated": (*SIMULATED, *POOL), "torch": TORCH}
-TOKENS = {"simulated": 600, "torch": 80}
+TOKENS = {"simulated": 150, "torch": 80}
 PROMPTS = ["def fibonacci(n):" * 12, "class Stack:" * 12]
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"num_return_sequences": 2, "ignore_end_id": True},

@@ -22,8 +22,8 @@ from process_constants import constants
 from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
 from trtmesh.client import ItemResult
 
-STREAMS = 12
-TOKENS = 150
+STREAMS = 6
+TOKENS = 40
 
 # Single bytes: a character needs several tokens, so a migrating sequence may carry half of one.
 BYTES = (
@@ -32,7 +32,11 @@ BYTES = (
     "--simulated-vocabulary-last-token-id",
     "263",
 )
-ENGINE = (*SIMULATED, *BYTES)
+ENGINE = (
+    *(*SIMULATED, *BYTES),
+    # Few tokens take as long as a fault.
+    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+)
 
 PROMPTS = [f"stream {number}" for number in range(STREAMS)]
 STOP_TEXT = "never generated"
@@ -60,7 +64,7 @@ async def opened(mesh: Mesh) -> list[StreamReader]:
         for index, prompt in enumerate(PROMPTS)
     ]
     for index, reader in enumerate(readers):
-        await reader.tokens_here(5 + 10 * index)
+        await reader.tokens_here(3 + 4 * index)
     return readers
 
 
@@ -73,7 +77,7 @@ async def check_going_on(readers: Sequence[StreamReader], expected: Sequence[Ite
 
 async def test_killed_tokenizer_moves_its_encode_jobs() -> None:
     async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
-        long_prompts = [f"{number} " + "word and another word " * 4000 for number in range(8)]
+        long_prompts = [f"{number} " + "word and another word " * 1000 for number in range(8)]
         expected = contents(await mesh.client.complete(long_prompts, max_tokens=4))
         # Frozen, to encode no text before the kill.
         for tokenizer in mesh.tokenizers:

@@ -41,6 +41,8 @@ PATIENCE_SECONDS = 240.0
 """Upper bound of a wait; no test depends on the actual time."""
 
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.04
+LASTING_PAUSE_SECONDS = 0.2
+"""Longest pause before another look for what stays, once it is there: a page of metrics takes a service 10 ms."""
 
 SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -90,14 +92,23 @@ BUSY_GAUGES = (
 
 
 async def eventually(
-    condition: Callable[[], Awaitable[object]], seconds: float = PATIENCE_SECONDS
+    condition: Callable[[], Awaitable[object]],
+    seconds: float = PATIENCE_SECONDS,
+    longest_pause: float = LONGEST_PAUSE_SECONDS,
 ) -> None:
     """Polls `condition` until it holds, more and more seldom: a look at a process takes milliseconds of its time."""
     pause = SHORTEST_PAUSE_SECONDS
     async with asyncio.timeout(seconds):
         while not await condition():
             await asyncio.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(1.5 * pause, longest_pause)
+
+
+async def lasting(
+    condition: Callable[[], Awaitable[object]], seconds: float = PATIENCE_SECONDS
+) -> None:
+    """Waits for what stays once it is there, such as a count or an idle process, with few looks."""
+    await eventually(condition, seconds, LASTING_PAUSE_SECONDS)
 
 
 @cache
@@ -416,7 +427,7 @@ class Mesh:
             able = [t for t in status.tokenizers if t.state == admin_pb.WORKER_STATE_READY]
             return len(ready) >= workers and len(able) >= tokenizers
 
-        await eventually(all_ready, seconds)
+        await lasting(all_ready, seconds)
 
     async def only_ready(self, *names: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Waits until exactly these workers are ready."""
@@ -426,7 +437,7 @@ class Mesh:
             ready = {w.worker for w in workers if w.state == admin_pb.WORKER_STATE_READY}
             return ready == set(names)
 
-        await eventually(only_these, seconds)
+        await lasting(only_these, seconds)
 
     async def counted(self, name: str, least: float) -> None:
         """Waits until a counter of the router, summed over labels, reaches `least`."""
@@ -435,7 +446,7 @@ class Mesh:
             samples = await scrape(self.router)
             return samples.get(f"trtmesh_router_{name}_total", 0.0) >= least
 
-        await eventually(so_far)
+        await lasting(so_far)
 
     async def gauges(self) -> Mapping[str, float]:
         """The router's gauges of resources in use."""
@@ -455,7 +466,7 @@ class Mesh:
             return not any((await self.gauges()).values()) and await self.used_blocks() == 0
 
         try:
-            await eventually(nothing_in_use)
+            await lasting(nothing_in_use)
         except TimeoutError:
             left = await self.gauges(), await self.used_blocks()
             raise AssertionError(f"still in use: {left}") from None

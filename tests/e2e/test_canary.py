@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e.corruption import CONDITIONS, OTHER_DEVICE, SIMULATED_FAULT, corrupted
-from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
+from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, samples_of, scrape
 from router.adapters.contents_of import content
 from trtmesh.tools.auditing.receipt_file import read_receipts
 from trtmesh.v1 import receipt_pb2 as receipt_pb
@@ -61,19 +62,22 @@ async def canary_mesh(
 
 
 async def outcomes(mesh: Mesh) -> dict[str, float]:
-    found = {}
-    for outcome in ("identical", "different", "dropped", "unfit", "inexact", "failed"):
-        samples = await scrape(mesh.router, outcome=outcome)
-        found[outcome] = samples.get("trtmesh_router_canary_items_total", 0.0)
-    return found
+    none = dict.fromkeys(("identical", "different", "dropped", "unfit", "inexact", "failed"), 0.0)
+    return none | await counted(mesh, "canary_items", "outcome")
 
 
 async def alerts(mesh: Mesh) -> dict[str, float]:
-    found = {}
-    for worker in (*NAMES, "unknown"):
-        samples = await scrape(mesh.router, worker=worker)
-        found[worker] = samples.get("trtmesh_router_canary_alerts_total", 0.0)
+    found = await counted(mesh, "canary_alerts", "worker")
     return {worker: count for worker, count in found.items() if count}
+
+
+async def counted(mesh: Mesh, name: str, label: str) -> dict[str, float]:
+    """A counter of the router by a label."""
+    found = defaultdict[str, float](float)
+    for sample in await samples_of(mesh.router):
+        if sample.name == f"trtmesh_router_{name}_total":
+            found[sample.labels[label]] += sample.value
+    return dict(found)
 
 
 async def examined(mesh: Mesh) -> bool:

@@ -13,12 +13,12 @@ from trtmesh.client import FinishReason
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STREAMS = 1000
-TOKENS = 40
+TOKENS = 8
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=(*SIMULATED, "--simulated-timing-step-ms", "50")) as mesh:
+    async with running_mesh(engine_flags=(*SIMULATED, "--simulated-timing-step-ms", "250")) as mesh:
         yield mesh
 
 
@@ -41,7 +41,7 @@ async def test_thousand_requests_at_once_get_every_token(mesh: Mesh) -> None:
 
 
 async def test_thousand_prompts_of_one_request_get_every_token(mesh: Mesh) -> None:
-    items = await mesh.open([f"item {n}" for n in range(STREAMS)], max_tokens=8).result()
-    assert [len(item.token_ids) for item in items] == [8] * STREAMS
+    items = await mesh.open([f"item {n}" for n in range(STREAMS)], max_tokens=4).result()
+    assert [len(item.token_ids) for item in items] == [4] * STREAMS
     assert all(item.text == decode(item.token_ids) for item in items[::50])
     await mesh.idle()

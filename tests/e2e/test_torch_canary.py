@@ -54,7 +54,7 @@ async def test_flipped_bit_is_found(tmp_path: Path) -> None:
         async def ask(fault: str, items: int) -> bool:
             """Whether an alert came within so many items."""
             told = await alerts(mesh)
-            options: dict[str, Any] = {"max_tokens": 16, "ignore_end_id": True}
+            options: dict[str, Any] = {"max_tokens": 6, "ignore_end_id": True}
             if fault == "adapter":
                 options["adapter"] = ADAPTER
             for _ in range(items):
