@@ -60,6 +60,20 @@ def test_empty_message_is_the_default() -> None:
     assert parse_config(pb.GenerationConfig()) == GenerationConfig()
 
 
+def test_remembered_groups_are_those_of_their_config() -> None:
+    """A group is remembered by its content and name, and an invalid one is refused again."""
+    few, many = (config_with("stopping.max_tokens", count) for count in (1, 2))
+    many.output.log_probs = True
+    read = [parse_config(each) for each in (few, many, few, many)]
+    assert [each.stopping.max_tokens for each in read] == [1, 2, 1, 2]
+    assert read[2:] == read[:2]
+    assert read[0].fields_set == {"stopping.max_tokens"}
+    assert read[3].fields_set == {"stopping.max_tokens", "output.log_probs"}
+    for _ in range(2):
+        with pytest.raises(InvalidField, match="max_tokens"):
+            parse_config(config_with("stopping.max_tokens", 0))
+
+
 def test_zero_differs_from_unset() -> None:
     config = parse_config(pb.GenerationConfig(sampling=pb.SamplingConfig(temperature=0, seed=0)))
     assert (config.sampling.temperature, config.sampling.seed) == (0.0, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -46,6 +47,10 @@ _DEFAULTS = {
 }
 
 RETURNED = "sampling.num_return_sequences"
+
+REMEMBERED_GROUPS, GROUP_BYTES = 1024, 256
+"""Parsed groups of fields kept, and the size of the largest: most items have those of the one before. Not `sampling`,
+which has a seed of the item's own on its way to a worker."""
 
 MAX_PROMPT_TOKENS = MOST_ENTRIES["prompt.token_ids"]
 MAX_WORDS = MOST_ENTRIES["stopping.stop_texts"]
@@ -123,18 +128,19 @@ def _values(message: Message, prefix: str, paths: set[str]) -> dict[str, Any]:
         name = field.name
         path = prefix + name
         parsed = values[name] = _field(field, value, path, paths)
-        if parsed == defaults[name]:
+        if path in paths and parsed == defaults[name]:
             paths.discard(path)
     return values
 
 
 def _field(field: FieldDescriptor, value: Any, path: str, paths: set[str]) -> Any:
-    if field.message_type is None:
+    kind = field.message_type
+    if kind is None:
         paths.add(path)
         if field.enum_type is not None:
             return _enum(field, path, value)
         return _scalars(path, value) if field.is_repeated else _scalar(path, value)
-    if field.message_type.GetOptions().map_entry:
+    if kind.has_options and kind.GetOptions().map_entry:
         paths.add(path)
         _check_count(path, value)
         return {name: _message(item, f"{path}.{name}.", set()) for name, item in value.items()}
@@ -156,7 +162,20 @@ def _nested(value: Message, path: str, paths: set[str]) -> Any:
     if isinstance(value, pb.Tensor):
         paths.add(path)
         return _message(value, f"{path}.", set())
-    return _message(value, f"{path}.", paths)
+    if "." in path or path == "sampling" or value.ByteSize() > GROUP_BYTES:
+        return _message(value, f"{path}.", paths)
+    parsed, found = _group(path, value.SerializeToString())
+    paths |= found
+    return parsed
+
+
+@lru_cache(REMEMBERED_GROUPS)
+def _group(name: str, serialized: bytes) -> tuple[Any, frozenset[str]]:
+    """A group of a config, and the paths of its non-default leaves."""
+    paths: set[str] = set()
+    group: Message = getattr(pb.GenerationConfig(), name)
+    group.ParseFromString(serialized)
+    return _message(group, f"{name}.", paths), frozenset(paths)
 
 
 def _enum(field: FieldDescriptor, path: str, value: int) -> int:

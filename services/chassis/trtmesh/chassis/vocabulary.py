@@ -8,6 +8,7 @@ Python adds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from trtmesh.v1 import generation_fields
 from trtmesh.v1.generation_fields import (
@@ -55,6 +56,9 @@ __all__ = [
 ]
 
 
+_samples_of, NOT_SAMPLED = attrgetter(*SAMPLES), (None,) * len(SAMPLES)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling(generation_fields.Sampling):
     def ignored_prompt(self, prompt_tokens: int) -> int:
@@ -65,7 +69,7 @@ class Sampling(generation_fields.Sampling):
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always chosen: sampling is not requested, or excluded by a field."""
-        return all(getattr(self, name) is None for name in SAMPLES) or any(
+        return _samples_of(self) == NOT_SAMPLED or any(
             getattr(self, name) == value for name, value in GREEDY.items()
         )
 

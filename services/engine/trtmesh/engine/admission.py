@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 
 from trtmesh.chassis.errors import (
@@ -143,19 +143,21 @@ def _check_prompt_ids(item: Submission, vocabulary_size: int) -> None:
     )
 
 
-def _ids_of(config: GenerationConfig) -> Iterator[tuple[str, Iterable[int]]]:
+def _ids_of(config: GenerationConfig) -> list[tuple[str, Iterable[int]]]:
     """The token ids in the config, by field."""
     stopping, sampling = config.stopping, config.sampling
+    found: list[tuple[str, Iterable[int]]] = []
     if stopping.end_id is not None:
-        yield "stopping.end_id", (stopping.end_id,)
+        found.append(("stopping.end_id", (stopping.end_id,)))
     if sampling.top_p_reset_id is not None:
-        yield "sampling.top_p_reset_id", (sampling.top_p_reset_id,)
-    yield "stopping.stop_token_ids", chain.from_iterable(stopping.stop_token_ids)
-    yield "stopping.bad_token_ids", chain.from_iterable(stopping.bad_token_ids)
+        found.append(("sampling.top_p_reset_id", (sampling.top_p_reset_id,)))
+    found.append(("stopping.stop_token_ids", chain.from_iterable(stopping.stop_token_ids)))
+    found.append(("stopping.bad_token_ids", chain.from_iterable(stopping.bad_token_ids)))
     if config.draft is not None:
-        yield "draft.token_ids", config.draft.token_ids
+        found.append(("draft.token_ids", config.draft.token_ids))
     bias_ids = chain.from_iterable(sampling.embedding_bias_token_ids)
-    yield "sampling.embedding_bias_token_ids", bias_ids
+    found.append(("sampling.embedding_bias_token_ids", bias_ids))
+    return found
 
 
 def _check_beams(config: GenerationConfig, info: BackendInfo) -> None:

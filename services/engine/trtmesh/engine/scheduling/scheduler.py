@@ -413,7 +413,10 @@ class Scheduler(Generic[S]):
             return
         # Of all running sequences, and of each sequence started below.
         growth = sum(map(self.rules.growth, self.running))
-        awaited = {each.key: each for mate in self.running for each in _missing(mate)}
+        awaited: dict[int, S] = {}
+        for mate in self.running:
+            if mate.mates:
+                awaited |= {each.key: each for each in _missing(mate)}
         while sequence := self._waiting.first():
             leader = self._awaited(sequence)
             if leader:
@@ -422,7 +425,9 @@ class Scheduler(Generic[S]):
                 continue
             if closed and not (sequence.leader and sequence.leader.slot >= 0):
                 return
-            with_it = awaited | {each.key: each for each in _missing(sequence)}
+            with_it = awaited.copy()
+            if sequence.mates:
+                with_it |= {each.key: each for each in _missing(sequence)}
             with_it.pop(sequence.key, None)
             prefix = self._prefixes.find(sequence)
             if prefix.partial and not self._has_room(sequence, prefix, growth, with_it.values()):

@@ -428,7 +428,8 @@ class EventOutbox(Forwarder[epb.EngineServiceConnectResponse]):
         _fill_step(step, part, ends)
         if ends:
             del self._ends[: len(ends)]
-            self.ending.difference_update(end.handle for end in ends)
+            for end in ends:
+                self.ending.discard(end.handle)
         self._sent_steps += 1
 
     def _take_parts(self) -> StepPart:

@@ -240,14 +240,17 @@ class SimulatedEngine:
         chunks = self.scheduler.schedule()
         self.handoffs.carry_out(self.scheduler.pool.take_moves())
         self._sending = self.handoffs.sending(chunks)
+        tokens, completed = 0, 0
         for chunk in chunks:
             self.scheduler.computed(chunk)
+            tokens += chunk.count
             if chunk.completes:
+                completed += 1
                 self._join(chunk.sequence)
         # Where all generate and none waits, the scheduler has nothing to do before the next change.
         waits = self.scheduler.waiting_sequences > 0
-        self.changed = any(waits or not chunk.completes for chunk in chunks)
-        return sum(chunk.count for chunk in chunks)
+        self.changed = len(chunks) > (0 if waits else completed)
+        return tokens
 
     @property
     def uneventful_steps(self) -> int:
@@ -376,7 +379,7 @@ class SimulatedEngine:
         end.handoff_state = self.handoffs.state_of(sequence)
         self.scheduler.remove(sequence)
         for key in sequence.keys:
-            self._ledger.end(replace(end, key=key))
+            self._ledger.end(end if key == end.key else replace(end, key=key))
             self._give_back_adapter(sequence)
 
     def _give_back_adapter(self, sequence: SimulatedSequence) -> None:
