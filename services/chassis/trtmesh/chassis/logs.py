@@ -42,28 +42,28 @@ class Bound:
 
 def request_id_bound(request_id: str) -> Bound:
     """Adds `request_id` to every record of the block, in this task and the tasks started there."""
-    return Bound(_request_id, cut(request_id) or "-")
+    return Bound(_request_id, request_id or "-")
 
 
 def rebind_request_id(request_id: str) -> None:
     """Replaces the request id of the innermost `request_id_bound` of this task, unless `request_id` is ''."""
     if request_id:
-        _request_id.set(cut(request_id))
+        _request_id.set(request_id)
 
 
 def caller_bound(name: str) -> Bound:
     """Adds the caller's name to every record of the block, as `request_id_bound` does."""
-    return Bound(_caller, cut(name))
+    return Bound(_caller, name)
 
 
 def rebind_caller(name: str) -> None:
     """Adds the caller's name to the further records of this task, or of the innermost `caller_bound`."""
-    _caller.set(cut(name))
+    _caller.set(name)
 
 
 class _AddRequest(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.request_id, record.caller = _request_id.get(), _caller.get()
+        record.request_id, record.caller = cut(_request_id.get()), cut(_caller.get())
         return True
 
 

@@ -356,6 +356,10 @@ def encode_batch(
 ) -> list[Outcome]:
     """Encodes a batch; a failure becomes the outcome of the failing request alone."""
     try:
+        if len(requests) == 1 and requests[0].is_plain:
+            special = requests[0].add_special_tokens
+            (encoding,) = _encodings(tokenizer, [requests[0].text or ""], special=special)
+            return [EncodedTexts(encoding.ids, [])]
         return list(_encode(tokenizer, speller, stop_vocabularies, requests))
     except BaseException as error:
         if not is_failure(error):
@@ -375,11 +379,6 @@ def _encode(
     stop_vocabularies: StopVocabularies,
     requests: Sequence[EncodeRequest],
 ) -> Iterator[EncodedTexts]:
-    if len(requests) == 1 and requests[0].is_plain:
-        special = requests[0].add_special_tokens
-        (encoding,) = _encodings(tokenizer, [requests[0].text or ""], special=special)
-        yield EncodedTexts(encoding.ids, [])
-        return
     omitted = [_surplus(tokenizer, request) for request in requests]
     wanted = [each for each, count in zip(requests, omitted, strict=True) if not count]
     marked = [text for request in wanted for text in request.texts(special=True)]

@@ -276,7 +276,7 @@ class DirectTexts:
         except Draining:
             # The stream says so.
             return None
-        span = shared.begin_span(command)
+        span = None if shared.tracer is None else shared.begin_span(command)
         try:
             outcome = shared.encoder.at_once(_request_of(command))
         finally:

@@ -139,7 +139,8 @@ class FrameWriter:
             self._loop.call_soon(self.flush)
 
     def send_headers(self, stream: SendStream, block: bytes) -> None:
-        self.send(self._headers(0, stream, block))
+        headers = self._headers(0, stream, block)
+        self._queue((headers,), len(headers))
 
     def send_data(self, stream: SendStream, prefix: bytes, data: bytes) -> None:
         """Sends `prefix + data`. The part beyond the windows stays in `stream.unsent`."""
@@ -191,7 +192,7 @@ class FrameWriter:
         if stream.unsent.size:
             stream.trailing = trailing
         else:
-            self.send(trailing)
+            self._queue((trailing,), len(trailing))
 
     def reset_stream(self, stream: SendStream, code: ErrorCode) -> None:
         """Sends RST_STREAM and drops the unsent data."""

@@ -183,7 +183,8 @@ class ModelQueue:
         if permit.running:
             self.running -= 1
             self._note_end()
-        self._grant()
+        if self._waiting or self._by_arrival:
+            self._grant()
 
     def retry_after_ms(self, ahead: int) -> int:
         """Expected time until `ahead` items have ended, at the current pace."""
@@ -193,8 +194,6 @@ class ModelQueue:
         return min(max(milliseconds, SHORTEST_RETRY_MS), LONGEST_RETRY_MS)
 
     def _grant(self) -> None:
-        if not (self._waiting or self._by_arrival):
-            return
         while self.running < self._limits.max_running_items and (permit := self._next()):
             permit.running = True
             self.running += 1

@@ -20,7 +20,7 @@ from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import TEXT_COMPLETION, ModelMetrics
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.live_request import LiveRequest
-from trtmesh.router.requests.requests import Requests, RunningRequest
+from trtmesh.router.requests.requests import RunningRequest
 from trtmesh.router.tracing import CallTrace
 
 
@@ -70,12 +70,6 @@ def caller_of(callers: Callers, context: RpcContext) -> Caller:
     metadata = context.invocation_metadata() or ()
     identity = identity_of(callers, context, metadata)
     return Caller(identity, context.time_remaining(), origin_of(host), metadata)
-
-
-def trace_of(requests: Requests, door: str, headers: Headers) -> CallTrace | None:
-    """The trace of a call at a door, if it is sampled; `headers` may name the caller's span."""
-    tracer = requests.tracer
-    return None if tracer is None else CallTrace.begin(tracer, door, headers)
 
 
 class GenerationCall(AbstractContextManager["GenerationCall"]):

@@ -14,11 +14,11 @@ from trtmesh.router.doors.generation import (
     RunningCall,
     caller_of,
     identity_of,
-    trace_of,
 )
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.client_stream import Waiting, as_response
+from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.request import parse_request, parse_stopped
 from trtmesh.router.values.resumption import parse_resumption
 from trtmesh.v1 import router_pb2 as pb
@@ -43,7 +43,9 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
     def _call(self, model: str, context: ServedContext) -> GenerationCall:
         """The block of a call."""
-        trace = trace_of(self._requests, DOOR, context.invocation_metadata() or ())
+        tracer = self._requests.tracer
+        headers = () if tracer is None else context.invocation_metadata() or ()
+        trace = None if tracer is None else CallTrace.begin(tracer, DOOR, headers)
         return GenerationCall(DOOR, self._requests.metrics_of(model), trace=trace)
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.

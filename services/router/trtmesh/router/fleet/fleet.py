@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import defaultdict
 from collections.abc import Collection, Container, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +37,7 @@ from trtmesh.router.placement import (
 )
 from trtmesh.router.placement.adapters import takers_of
 from trtmesh.router.placement.filters import FULL, has_room, receiver_exclusions
-from trtmesh.router.placement.load_guard import NOTHING, Booking, Reservation
+from trtmesh.router.placement.load_guard import Reservation
 from trtmesh.router.placement.place import Decision, DecisionLog
 from trtmesh.router.placement.rates import Ewma, Rates, Typical, typical_of
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
@@ -98,7 +99,7 @@ class Fleet:
         self._metrics = metrics
         self._turn = 0
         self._typical: dict[str, Typical] = {}
-        self._new_tokens: dict[str, Ewma] = {}
+        self._new_tokens = defaultdict[str, Ewma](Ewma)
         self._shares: dict[str, AdapterShares] = {}
         self._settle_at = 0.0
         self._change = asyncio.Event()
@@ -185,7 +186,7 @@ class Fleet:
                     typical = self._typical.get(worker.description.model, UNKNOWN)
                     former = self._snapshots[address]
                     self._snapshots[address] = worker.reloaded(former, typical)
-            served = [self._read(address) for address in whole]
+            served = [self._read(address) for address in whole] if whole else []
             self.loaded.clear()
             self._outdated.clear()
             if self.touched:
@@ -195,10 +196,6 @@ class Fleet:
             if not all(served):
                 self._note_served()
         return self._snapshot
-
-    def _with_former_loads(self) -> tuple[WorkerSnapshot, ...]:
-        """Every worker at this moment, but for its load, for questions that do not depend on it."""
-        return self.snapshot() if self.touched else self._snapshot
 
     def _note_served(self) -> None:
         served = frozenset(map(_served, self._snapshot))
@@ -223,7 +220,8 @@ class Fleet:
 
     def check_fields(self, model: str, fields: frozenset[str]) -> None:
         """Raises UnsupportedField if the model has usable workers and none supports all of `fields`."""
-        check_fields(self._with_former_loads(), model, fields)
+        # Which fields a worker supports does not depend on its load.
+        check_fields(self.snapshot() if self.touched else self._snapshot, model, fields)
 
     def check_length(self, model: str, tokens: int, *, or_more: bool = False) -> None:
         """Raises PromptTooLong if the model has usable workers and none takes so many tokens, `or_more`."""
@@ -250,7 +248,8 @@ class Fleet:
         query = self._completed(query, blocks, now)
         decision = place_split(self.policy, fleet, query, self._handoff)
         plan = self._book(decision, blocks, now)
-        self._count_share(decision, now)
+        if self._shares:
+            self._count_share(decision, now)
         self._metrics.placement.observe(time.perf_counter() - begun)
         return plan
 
@@ -273,7 +272,8 @@ class Fleet:
             return None
         worker = self.workers[decision.chosen.address]
         uncached = query.prompt_tokens - decision.cached_tokens
-        return Leg(worker, self._booking(worker, decision, uncached, now), WHOLE, decision)
+        booking = worker.guard.book(uncached, query.sequences, now, query.adapter)
+        return Leg(worker, booking, WHOLE, decision)
 
     def reported_adapter(
         self, model: str, asked: Lora, removed: Container[VersionKey] = ()
@@ -323,13 +323,11 @@ class Fleet:
         """The legs of a decision, which count as load of their workers from now on."""
         query, prefilling = decision.query, decision.prefill
         uncached = query.prompt_tokens - query.cached_tokens.get(prefilling.address, 0)
+        worker = self._take_turn(prefilling, blocks, now)
+        booking = worker.guard.book(uncached, query.sequences, now, query.adapter)
         if prefilling is decision.chosen:
-            worker = self._take_turn(prefilling, blocks, now)
-            booking = self._booking(worker, decision, uncached, now)
             leg = Leg(worker, booking, WHOLE, decision)
             return Plan(leg, leg)
-        worker = self._take_turn(prefilling, blocks, now)
-        booking = self._booking(worker, decision, uncached, now)
         prefill = Leg(worker, booking, PREFILL_PHASE, decision)
         return Plan(prefill, self._book_decode(decision, blocks, now))
 
@@ -339,19 +337,9 @@ class Fleet:
         size = worker.capabilities.tokens_per_block
         lacking = query.prompt_tokens - query.cached_tokens.get(worker.address, 0)
         count = -(-(query.prompt_tokens + query.new_tokens) // size) if size else 0
-        booking = self._booking(worker, decision, 0, now, Reservation(lacking, count))
+        reservation = Reservation(lacking, count)
+        booking = worker.guard.book(0, query.sequences, now, query.adapter, reservation)
         return Leg(worker, booking, DECODE_PHASE, decision)
-
-    def _booking(
-        self,
-        worker: Worker,
-        decision: Decision,
-        prompt_tokens: int,
-        now: float,
-        reservation: Reservation = NOTHING,
-    ) -> Booking:
-        query = decision.query
-        return worker.guard.book(prompt_tokens, query.sequences, now, query.adapter, reservation)
 
     def _take_turn(self, chosen: WorkerSnapshot, blocks: PromptBlocks, now: float) -> Worker:
         """The chosen worker, which will hold the prompt's KV."""
@@ -375,7 +363,7 @@ class Fleet:
 
     def _completed(self, query: PlacementQuery, blocks: PromptBlocks, now: float) -> PlacementQuery:
         """The query with the fleet's knowledge added."""
-        typical = self.typical(query.model)
+        typical = self._typical.get(query.model, UNKNOWN)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
         sizes = self._block_sizes_of(query.model, blocks)
         known = (
@@ -427,7 +415,7 @@ class Fleet:
 
     def learn_new_tokens(self, model: str, tokens: float) -> None:
         """Learns the length of a model's outputs from an item of `tokens` tokens per sequence."""
-        self._new_tokens.setdefault(model, Ewma()).add(tokens)
+        self._new_tokens[model].add(tokens)
 
     def refresh(self) -> None:
         """Updates everything time-dependent: slow starts, breakers and the models' typical rates."""

@@ -137,10 +137,13 @@ class ItemRun:
             traceparent = "" if self._trace is None else self._trace.traceparent
             self._encoded = await encode_item(context, self._item, traceparent)
         except TrtmeshError:
-            await self._turn_among_siblings()
+            if context.siblings is not None:
+                await self._turn()
             raise
         self.encode_seconds = loop.time() - began
-        await self._turn_among_siblings()
+        if context.siblings is not None:
+            # A tokenizer answers hundreds in one message.
+            await self._turn()
         if self._encoded.adapter is not None:
             self._mesh.adapters.began(self._encoded.adapter)
         if context.bucket is not None and not self._resumed:
@@ -192,11 +195,6 @@ class ItemRun:
         before what starts."""
         context = self._context
         await (context.running if self._runs else context.starting).turn()
-
-    async def _turn_among_siblings(self) -> None:
-        """Waits for a turn unless the item is alone: a tokenizer answers hundreds in one message."""
-        if self._context.siblings is not None:
-            await self._turn()
 
     async def _deliver(self, plan: Plan, waiting: Sequence[SequenceRun]) -> bool:
         """Has the plan's workers load the item's adapter; False if the item must be placed again."""
@@ -263,18 +261,19 @@ class ItemRun:
 
     def _finish(self) -> None:
         usage = self.usage()
-        self._events.finished(self._runs, usage, self._given_receipt())
+        receipt = None if self._receipt is None else self._given_receipt(self._receipt)
+        self._events.finished(self._runs, usage, receipt)
         if self._is_half:
             self._begun_handoffs().give()
             return
         tokens = usage.generated_tokens / len(self._runs)
         self._mesh.fleet.learn_new_tokens(self._context.model, tokens)
 
-    def _given_receipt(self) -> receipt_pb.SignedReceipt | None:
+    def _given_receipt(self, receipt: ItemReceipt) -> receipt_pb.SignedReceipt | None:
         """The receipt for a client that asks for it."""
-        if self._receipt is None or not self._receipt.is_asked:
+        if not receipt.is_asked:
             return None
-        return self._receipt.end(self._runs, self._encoded.token_ids, self._encoded.identity)
+        return receipt.end(self._runs, self._encoded.token_ids, self._encoded.identity)
 
     def _abandon(self) -> None:
         """Stops running sequences, on every way out, and tells the end."""
@@ -389,14 +388,21 @@ class ItemRun:
     @property
     def generated_ns(self) -> int:
         """Monotonic time of the last end of a sequence on a worker; `over_ns` if none ended there."""
-        return max((run.ended_ns for run in self._runs), default=0) or self.over_ns
+        last = 0
+        for run in self._runs:
+            last = max(last, run.ended_ns)
+        return last or self.over_ns
 
     def usage(self) -> pb.Usage:
-        cached = [run.ending.cached_prompt_tokens for run in self._runs if run.ending is not None]
+        cached = generated = 0
+        for run in self._runs:
+            generated += len(run.token_ids)
+            if run.ending is not None:
+                cached = max(cached, run.ending.cached_prompt_tokens)
         return pb.Usage(
             prompt_tokens=len(self._encoded.token_ids),
-            cached_prompt_tokens=max(cached, default=0),
-            generated_tokens=self.generated_tokens,
+            cached_prompt_tokens=cached,
+            generated_tokens=generated,
         )
 
     @property
@@ -420,9 +426,14 @@ class ItemRun:
 
     @property
     def _needs_worker(self) -> bool:
-        if self._runs:
+        if not self._runs:
+            return self._handoffs is None or not self._handoffs.awaits_prefill
+        if self._handoffs is not None:
             return bool(self._waiting)
-        return self._handoffs is None or not self._handoffs.awaits_prefill
+        for run in self._runs:  # noqa: SIM110 - each start asks twice
+            if run.assignment is None and run.waits_for_worker:
+                return True
+        return False
 
     def open_sequences(self) -> None:
         """Opens all sequences, at the start or after the tokens received from another router."""

@@ -70,7 +70,9 @@ class ItemEvents:
         """A sequence ended; `state` is that of a first half."""
         if run.times.longest_gap:
             self._of_model.stall.observe(run.times.longest_gap)
-        event = router_pb.GenerateEvent(sequence_index=run.sequence_index)
+        event = router_pb.GenerateEvent(
+            batch_index=self._batch_index, sequence_index=run.sequence_index
+        )
         finished = event.sequence_finished
         finished.reason, finished.generated_tokens = run.reason, len(run.token_ids)
         if run.stop_text is not None:
@@ -84,7 +86,7 @@ class ItemEvents:
                 finished.stop_token_ids.extend(run.ending.stop_token_ids)
             if run.ending.perf_metrics is not None:
                 finished.perf_metrics.CopyFrom(run.ending.perf_metrics)
-        self._put(event)
+        self._client.put(event)
 
     def finished(
         self,
@@ -125,7 +127,8 @@ class ItemEvents:
         self.error = error.reason
         failed = router_pb.ItemFailed(error=to_proto(error), usage=usage)
         self._metrics.note_item(self._owner, usage.prompt_tokens, usage.generated_tokens)
-        self._put(router_pb.GenerateEvent(item_failed=failed))
+        event = router_pb.GenerateEvent(batch_index=self._batch_index, item_failed=failed)
+        self._client.put(event)
         self._over = True
         self._of_model.failed[error.reason] += 1
         log.info("item %d failed: %s: %s", self._batch_index, error.reason, error.message)
@@ -138,7 +141,7 @@ class ItemEvents:
         receipt: receipt_pb.SignedReceipt | None = None,
     ) -> None:
         self._metrics.note_item(self._owner, usage.prompt_tokens, usage.generated_tokens)
-        event = router_pb.GenerateEvent()
+        event = router_pb.GenerateEvent(batch_index=self._batch_index)
         finished = event.item_finished
         finished.reason = self.reason = reason
         finished.usage.CopyFrom(usage)
@@ -146,13 +149,9 @@ class ItemEvents:
             finished.perf_metrics.CopyFrom(perf_metrics)
         if receipt is not None:
             finished.receipt.CopyFrom(receipt)
-        self._put(event)
+        self._client.put(event)
         self._over = True
         self._of_model.finished[reason] += 1
-
-    def _put(self, event: router_pb.GenerateEvent) -> None:
-        event.batch_index = self._batch_index
-        self._client.put(event)
 
 
 def _metrics_of(runs: Sequence[SequenceRun]) -> pb.PerfMetrics | None:

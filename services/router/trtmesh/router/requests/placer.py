@@ -388,7 +388,8 @@ class Placer:
 
     def close(self) -> None:
         """Releases waiting siblings and promised room."""
-        self.drop_promise()
+        if self._promise is not None:
+            self.drop_promise()
         if self._member is not None:
             self._member.close()
 
@@ -453,7 +454,7 @@ class Placer:
             item_sequences=self._item.sequences if together else 1,
             beams=beams,
             max_tokens=config.stopping.max_tokens,
-            exclude=self._excluded(failures),
+            exclude=self._excluded(failures) if failures or self._identity else {},
             avoid=self._member.avoid if self._member else frozenset(),
             prefer=self._member.prefer if self._member else "",
             refused_by=dict(self._refusals),
@@ -479,8 +480,6 @@ class Placer:
         return shares and not (several and with_prompt_data)
 
     def _excluded(self, failures: Failures) -> dict[str, str]:
-        if not failures and self._identity is None:
-            return {}
         exclude = {address: error.message for address, error in failures.items()}
         if self._identity is not None:
             exclude |= self._refusals

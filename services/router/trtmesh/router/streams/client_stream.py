@@ -249,7 +249,8 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         self._entries.append(entry)
         self._count(entry.size)
         if self._loop.time() + ANNOUNCED_SECONDS < self._remind_at:
-            self._forget_reminder()
+            if self._reminders is not None:
+                self._reminders.drop(self)
             self._reminders = self._writes.announcements
             self._remind_at = self._reminders.add(self)
 
@@ -323,7 +324,10 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
     def _append(self, entry: Waiting) -> None:
         self._entries.append(entry)
         self._followed = True
-        self._count(entry.size)
+        # Most tokens pass here: `_count` is inlined.
+        self.waiting_bytes += entry.size
+        if self.waiting_bytes > self._look_at or self.waiting_tokens > self._credit.tokens:
+            self._look()
         if not self._planned or self._reminders is not None:
             self.wake()
 

@@ -481,7 +481,9 @@ class SequenceRun(DecodedSequence):
         if end.reason == pb.FINISH_REASON_HANDOFF and self.owner.continues(self):
             self._on_handoff(end)
             return
-        self.ending = end = self._completed(end)
+        if self.moved or self.prefill_end is not None or self._stop_reason is not None:
+            end = self._completed(end)
+        self.ending = end
         self.ended_ns = time.monotonic_ns()
         self.error = end.error
         if self.decoder is None or self.stop_text is not None:
@@ -496,7 +498,7 @@ class SequenceRun(DecodedSequence):
             self.owner.on_handed_over(self, end)
 
     def _completed(self, end: End) -> End:
-        """The last end with the figures of earlier workers."""
+        """The last end of a moved or stopped sequence, with the figures of earlier workers."""
         if end.reason == pb.FINISH_REASON_CANCELLED and self._stop_reason is not None:
             # A stopped item releases its lease, and the release may reach the sequence first.
             end = replace(end, reason=self._stop_reason)

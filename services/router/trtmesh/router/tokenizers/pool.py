@@ -119,6 +119,7 @@ class TokenizerPool:
         """What the tokenizers of a model agree on; kept when all are lost, so that requests and ends stay alike."""
         self._able_of: dict[str, list[Tokenizer]] = {}
         self._most_bytes_of: dict[str, int] = {}
+        self._end_ids_of: dict[str, tuple[int, ...]] = {}
         """Answers by model, until a tokenizer changes."""
         self._waiting_sequences = WaitingRoom[DecodedSequence](wait_seconds, self._fail_sequence)
         self._waiting_jobs = WaitingRoom[EncodeJob](wait_seconds, self._fail_job)
@@ -147,8 +148,11 @@ class TokenizerPool:
 
     def end_ids_of(self, model: str) -> tuple[int, ...]:
         """The end id of the tokenizers of `model`, if any; None before the first tokenizer was ready."""
-        agreed = self.agreed(model)
-        return (agreed.eos_id,) if agreed.HasField("eos_id") else ()
+        if (known := self._end_ids_of.get(model)) is None:
+            agreed = self.agreed(model)
+            known = (agreed.eos_id,) if agreed.HasField("eos_id") else ()
+            self._end_ids_of[model] = known
+        return known
 
     def agreed(self, model: str) -> pb.GetTokenizerResponse:
         """What the tokenizers of `model` say of it; empty before the first was ready, and kept when all are lost."""
@@ -206,6 +210,8 @@ class TokenizerPool:
     def check_size(self, model: str, *texts: str) -> None:
         """Raises InvalidField for texts that every tokenizer of `model` would refuse, before they travel there."""
         most = self._most_bytes(model)
+        if 4 * sum(map(len, texts)) <= most:
+            return
         if most and (size := _least_bytes(texts, most)) > most:
             raise InvalidField(
                 f"has {size} bytes with its words but must have at most {most} (a sixteenth of the"
@@ -221,7 +227,7 @@ class TokenizerPool:
         if len(waiting) + len(queue) >= MAX_QUEUED:
             raise self._queue_full()
         job = EncodeJob(model, command, asyncio.get_running_loop().create_future())
-        self._place_job(job)
+        self._place_job(job, queue)
         try:
             return await job.done
         except BaseException:
@@ -264,6 +270,7 @@ class TokenizerPool:
         """The state of a tokenizer may have changed."""
         self._able_of.clear()
         self._most_bytes_of.clear()
+        self._end_ids_of.clear()
 
     def on_ready(self, tokenizer: Tokenizer) -> None:
         """A tokenizer became ready: waiting work goes to it."""
@@ -279,7 +286,7 @@ class TokenizerPool:
         self.on_change()
         self._move_queues()
         for job in self._waiting_jobs.leave():
-            self._place_job(job)
+            self._place_job(job, self._queue_of(job.model))
         for sequence in self._waiting_sequences.leave():
             self.attach(sequence)
 
@@ -304,7 +311,7 @@ class TokenizerPool:
     def move(self, jobs: Sequence[EncodeJob], sequences: Sequence[DecodedSequence]) -> None:
         """Gives work of a lost or draining tokenizer to others."""
         for job in jobs:
-            self._place_job(job)
+            self._place_job(job, self._queue_of(job.model))
         self._move_queues()
         for sequence in sequences:
             self._metrics.moved_decodes += 1
@@ -315,9 +322,8 @@ class TokenizerPool:
         """Jobs without a tokenizer."""
         return len(self._waiting_jobs) + sum(map(len, self._queues.values()))
 
-    def _place_job(self, job: EncodeJob) -> None:
-        """Gives a job to a tokenizer with room, or queues the job."""
-        queue = self._queue_of(job.model)
+    def _place_job(self, job: EncodeJob, queue: WaitingRoom[EncodeJob]) -> None:
+        """Gives a job to a tokenizer with room, or to the queue of its model."""
         try:
             tokenizer = None if queue else self._roomy(job.model, job.tokenizer)
         except NoTokenizer:
@@ -435,7 +441,7 @@ class TokenizerPool:
 def _least_bytes(texts: Sequence[str], most: int) -> int:
     """Bytes of UTF-8, where their number can be at most `most`; else the number of characters, which are no more."""
     characters = sum(map(len, texts))
-    if characters > most or characters * 4 <= most:
+    if characters > most:
         return characters
     return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 

@@ -205,7 +205,12 @@ def parse_request(
 
 
 def _read_config(message: pb.GenerationConfig) -> Config:
-    return _config_of(message), message
+    """Parses a config: once for all requests of a client with one set of options."""
+    if message.ByteSize() > MEMO_BYTES:
+        return parse_config(message), message
+    if message.HasField("lora"):
+        return _with_lora(message), message
+    return _parsed(message.SerializeToString()), message
 
 
 def _read_large_config(message: pb.GenerationConfig) -> Config:
@@ -215,12 +220,8 @@ def _read_large_config(message: pb.GenerationConfig) -> Config:
     return parse_config(message), copy
 
 
-def _config_of(message: pb.GenerationConfig) -> GenerationConfig:
-    """Parses a config: once for all requests of a client with one set of options."""
-    if message.ByteSize() > MEMO_BYTES:
-        return parse_config(message)
-    if not message.HasField("lora"):
-        return _parsed(message.SerializeToString())
+def _with_lora(message: pb.GenerationConfig) -> GenerationConfig:
+    """Parses the adapter and all else apart: clients have few options, and may ask for many adapters."""
     rest = pb.GenerationConfig()
     rest.CopyFrom(message)
     rest.ClearField("lora")

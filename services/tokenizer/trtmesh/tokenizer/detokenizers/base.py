@@ -35,6 +35,9 @@ class Detokenizer(Protocol):
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
         """A decoder at the beginning of a sequence."""
 
+    def starts_anew(self, token_id: int) -> bool:
+        """Whether a decoder is after this token as at the beginning of a sequence, whatever came before."""
+
     def token_bytes(self, *, skip_special_tokens: bool) -> Sequence[bytes]:
         """UTF-8 of every token within a text, as far as neighbours do not change it."""
 

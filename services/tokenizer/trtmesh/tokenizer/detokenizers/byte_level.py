@@ -37,6 +37,10 @@ class ByteLevelDetokenizer:
             return ByteLevelDecoder(self._skipped_texts, self._skipped)
         return ByteLevelDecoder(self._kept_texts, self._kept)
 
+    def starts_anew(self, token_id: int) -> bool:
+        # Whole characters leave nothing of the bytes before them.
+        return bool(self._skipped_texts[token_id])
+
     def token_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
         return self._skipped if skip_special_tokens else self._kept
 

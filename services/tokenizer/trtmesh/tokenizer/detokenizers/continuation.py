@@ -52,9 +52,12 @@ class Continuations:
         if is_cut:
             # The first may be the end of a character.
             prompt = [*self._word, *dropwhile(self._inner_bytes.__contains__, prompt)]
-        for token_id in prompt:
-            if token_id < self._size:
-                decoder.push(token_id)
+        known = [token_id for token_id in prompt if token_id < self._size]
+        begin = len(known)
+        while begin and not self._detokenizer.starts_anew(known[begin - 1]):
+            begin -= 1
+        for token_id in known[begin:]:
+            decoder.push(token_id)
         told = decoder.flush()
         return Continuation(decoder, told) if told else decoder
 

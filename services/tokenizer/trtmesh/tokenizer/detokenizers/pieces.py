@@ -111,6 +111,9 @@ class PieceDetokenizer:
     def open(self, *, skip_special_tokens: bool) -> PieceDecoder:
         return PieceDecoder(self, self._skipped if skip_special_tokens else self._kept)
 
+    def starts_anew(self, token_id: int) -> bool:
+        return False
+
     def token_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
         pieces = self._skipped if skip_special_tokens else self._kept
         return [_utf8(piece) for piece in pieces]

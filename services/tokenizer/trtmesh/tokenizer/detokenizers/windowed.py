@@ -42,6 +42,9 @@ class WindowedDetokenizer:
         hidden = self._gaps | self._specials if skip_special_tokens else self._gaps
         return WindowedDecoder(self, hidden)
 
+    def starts_anew(self, token_id: int) -> bool:
+        return False
+
     def token_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
         return bytes_by_library(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
@@ -99,6 +102,9 @@ class WholeDetokenizer:
 
     def open(self, *, skip_special_tokens: bool) -> WholeDecoder:
         return WholeDecoder(self._tokenizer, skip_special_tokens)
+
+    def starts_anew(self, token_id: int) -> bool:
+        return False
 
     def token_bytes(self, *, skip_special_tokens: bool) -> list[bytes]:
         return bytes_by_library(self._tokenizer, skip_special_tokens=skip_special_tokens)

@@ -35,6 +35,7 @@ from trtmesh.chassis.grpc.server.headers import (
 )
 from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, Buffer, ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
+from trtmesh.chassis.http2.rates import FrameRates
 from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
 from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.rpc import request_id_of
@@ -94,14 +95,12 @@ class CallConnection(Protocol):
     """Bytes of answers not yet read by the client."""
     idle: Account
     """Calls waiting for the client."""
+    rates: FrameRates
     peer: str
     identity: CertificateNames | None
 
     def send_window_update(self, stream_id: int, increment: int) -> None:
         """Lets the client send more on a stream."""
-
-    def note_served(self) -> None:
-        """A call has a response."""
 
     def count_failure(self) -> None:
         """Counts a call that failed by a fault of the client."""
@@ -673,7 +672,7 @@ class ServerCall:
 
     def _send_headers(self, metadata: Metadata = ()) -> None:
         self._headers_sent = True
-        self._connection.note_served()
+        self._connection.rates.note_served()
         self._writer.send_headers(self.stream, response_headers(metadata, self._encoding))
 
     def _end(self, status: grpc.StatusCode, details: str) -> None:

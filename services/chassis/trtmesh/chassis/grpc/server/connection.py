@@ -293,10 +293,6 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         response = response_headers() + trailers(status, details)
         self.writer.send_trailers(stream, response, reset=not block.end_stream)
 
-    def note_served(self) -> None:
-        """A call has a response."""
-        self.rates.note_served()
-
     def count_failure(self) -> None:
         """Counts a call that failed by a fault of the client."""
         try:

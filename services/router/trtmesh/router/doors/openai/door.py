@@ -17,7 +17,7 @@ from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.http_server import connection_of
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
-from trtmesh.router.doors.generation import GenerationCall, RunningCall, trace_of
+from trtmesh.router.doors.generation import GenerationCall, RunningCall
 from trtmesh.router.doors.http.answers import EVENT_STREAM, json_response
 from trtmesh.router.doors.http.authorising import IDENTITY, Handler
 from trtmesh.router.doors.http.bodies import Body
@@ -48,6 +48,7 @@ from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import Requests
 from trtmesh.router.streams.client_stream import ClientStream, Waiting, WaitingTokens
 from trtmesh.router.tokenizers.pool import TokenizerPool
+from trtmesh.router.tracing import CallTrace
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,8 @@ class OpenAi:
             # Proxies name a retry like the call that is not over.
             request_id = ""
         parse = partial(parse_json, body, self._bodies.limits.most_json_bytes)
-        trace = trace_of(self._requests, DOOR, request.headers.items())
+        tracer = self._requests.tracer
+        trace = None if tracer is None else CallTrace.begin(tracer, DOOR, request.headers.items())
         call = GenerationCall(DOOR, self._requests.metrics_of(""), endpoint.operation, trace=trace)
         try:
             fields = Fields(await message.run(parse, JSON_COST))

@@ -273,13 +273,15 @@ class PlainText:
         """The responses due now; the last of the request is final."""
         if not self._over:
             return [Answer(self._text())] if self._fresh else []
-        answers = [Answer(self._text())] if self._fresh else []
-        if self.error is not None:
-            answers.append(Answer(error=self.error))
-        if self._final_alone:
-            return [*answers, Answer(final=True, only_end=True)]
-        *others, last = answers or [Answer(self._text())]
-        return [*others, last._replace(final=True)]
+        answers: list[Answer] = []
+        error, ends = self.error, not self._final_alone
+        if self._fresh or (ends and error is None):
+            answers.append(Answer(self._text(), final=ends and error is None))
+        if error is not None:
+            answers.append(Answer(error=error, final=ends))
+        if not ends:
+            answers.append(Answer(final=True, only_end=True))
+        return answers
 
     def _text(self) -> list[Output]:
         texts, self._texts, self._fresh = self._texts, [], False

@@ -94,8 +94,8 @@ def read_call(
         is_large,
         arrived_ns,
     )
-    if not call.stops:
-        _check_complete(inputs, model)
+    if not (call.stops or model.required <= inputs.keys()):
+        raise _incomplete(inputs, model)
     model.template.check_outputs(call)
     return call
 
@@ -206,14 +206,13 @@ def _read_inputs(
     return tensors, batch_size
 
 
-def _check_complete(names: Iterable[str], model: Model) -> None:
-    if missing := sorted(model.required.difference(names)):
-        got = sorted(names)
-        raise InvalidRequest(
-            f"expected number of inputs between {len(model.required)} and {len(model.inputs)} but got {len(got)} inputs"
-            f" for model '{model.name}'. Got input(s) {_listed(got)}, but missing required input(s) {_listed(missing)}."
-            " Please provide all required input(s)."
-        )
+def _incomplete(names: Iterable[str], model: Model) -> InvalidRequest:
+    got, missing = sorted(names), sorted(model.required.difference(names))
+    return InvalidRequest(
+        f"expected number of inputs between {len(model.required)} and {len(model.inputs)} but got {len(got)} inputs"
+        f" for model '{model.name}'. Got input(s) {_listed(got)}, but missing required input(s) {_listed(missing)}."
+        " Please provide all required input(s)."
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

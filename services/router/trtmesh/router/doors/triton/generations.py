@@ -12,7 +12,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
-from trtmesh.router.doors.generation import Caller, GenerationCall, RunningCall, trace_of
+from trtmesh.router.doors.generation import Caller, GenerationCall, RunningCall
 from trtmesh.router.doors.triton.answers import Answer, Answers, PlainText
 from trtmesh.router.doors.triton.bls_loop import BlsLoop
 from trtmesh.router.doors.triton.engines import Engines
@@ -53,8 +53,6 @@ T = TypeVar("T")
 
 DOOR = "triton"
 """Its name in metrics."""
-
-NAMELESS = nullcontext()
 
 
 def _read(
@@ -129,14 +127,15 @@ class Generations:
                 wrap_size(call, self._engines),
                 bias_size(call, self._engines, self._texts),
             )
-        trace = trace_of(self._requests, DOOR, caller.headers)
+        tracer = self._requests.tracer
+        trace = None if tracer is None else CallTrace.begin(tracer, DOOR, caller.headers)
         with self._call_of(call.model, call.arrived_ns / 1e9, trace) as generation:
             owner = caller.identity
             call, request = await message.run(partial(_read, template, call, *sizes))
             if call.model.draft_model and self._may_loop(call.model, request):
                 await self._loop(counting, call, template, request, caller, generation, sink)
                 return
-            if name := self._mesh_name(owner, call.request_id):
+            if call.request_id and (name := self._mesh_name(owner, call.request_id)):
                 request = replace(request, request_id=name)
             rebind_request_id(request.request_id)
             answers = self._answers_of(call, template, request)
@@ -147,20 +146,17 @@ class Generations:
                 complete = partial(self._complete, call.model, answers)
                 unmerged = Unmerged() if apart else None
                 told = GeneratedAnswers(live, answers, complete, unmerged, self._metrics, sink)
-                with (
-                    self._known(owner, call.request_id, live),
-                    Timed(counting, answers, live),
-                ):
-                    await told.forward(limit)
-
-    def _known(
-        self, owner: Identity, name: str, running: LiveRequest | BlsLoop
-    ) -> AbstractContextManager[None]:
-        """Lets stops reach a request by the client's name, if it has one."""
-        return self._named_so((owner.name, name), running) if name else NAMELESS
+                with Timed(counting, answers, live):
+                    if call.request_id:
+                        with self._known(owner, call.request_id, live):
+                            await told.forward(limit)
+                    else:
+                        await told.forward(limit)
 
     @contextmanager
-    def _named_so(self, key: RequestKey, running: LiveRequest | BlsLoop) -> Iterator[None]:
+    def _known(self, owner: Identity, name: str, running: LiveRequest | BlsLoop) -> Iterator[None]:
+        """Lets stops reach a request by the client's name."""
+        key = owner.name, name
         self._named[key] = running
         try:
             yield
@@ -200,7 +196,7 @@ class Generations:
             partial(Timed, counting, answers),
         )
         limit = TimeLimit(call.timeout_seconds)
-        with self._known(owner, name, loop):
+        with self._known(owner, name, loop) if name else nullcontext():
             async with aclosing(loop):
                 while (waiting := await limit.keep(loop.next_entries())) is not None:
                     answers.see(waiting)

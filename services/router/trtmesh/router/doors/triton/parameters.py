@@ -30,8 +30,6 @@ class Parameters:
 
     def check(self, call: Call) -> None:
         """Raises InvalidRequest for an invalid value and, by setting, for a parameter without effect."""
-        if not call.parameters:
-            return
         read = call.model.template.request_parameters
         for name in COUNTS:
             if name in read and name in call.parameters:

@@ -120,7 +120,8 @@ class TritonServer:
         try:
             call = await message.read(partial(read_call, served, request, raw, unary=unary))
             wording.sentence = call.sentence
-            self._parameters.check(call)
+            if call.parameters:
+                self._parameters.check(call)
         except TrtmeshError as error:
             if isinstance(served.template, GenerationTemplate):
                 self._generations.refused(served, error, began)

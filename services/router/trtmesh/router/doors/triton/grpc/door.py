@@ -140,11 +140,11 @@ class _InferStream:
         self._reader: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         """What ended the stream."""
-        self._wording = ErrorWording()
+        self._wording: ErrorWording | None = None
         """The wording of the request that ended the stream."""
 
     def sentence(self, error: TrtmeshError) -> str:
-        return self._wording(error)
+        return error.message if self._wording is None else self._wording(error)
 
     async def run(self) -> None:
         """Serves until all requests are over and the client has half-closed, or until a failure ends the stream."""

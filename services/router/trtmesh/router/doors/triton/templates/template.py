@@ -164,7 +164,7 @@ class Call:
     def flag(self, name: str) -> bool:
         """A boolean input, equal in all rows."""
         tensor = self.inputs.get(name)
-        return tensor is not None and bool(tensor.scalar(0))
+        return tensor is not None and bool(tensor.elements[0])
 
     def check_streaming(self, of_whole_model: str) -> None:
         """Raises the error of a streaming request with only one response: `of_whole_model`, Triton's sentence about a
