@@ -80,9 +80,9 @@ TARGETS = {
     "grpc": ("--concurrency", "8"),
     "grpc, batches": ("--concurrency", "2", "--batch", "5"),
     "grpc, processes": ("--concurrency", "8", "--processes", "2", "--connections", "2"),
-    "triton": ("--rate", "50", "--arrivals", "constant"),
-    "triton+unary": ("--ramp", "10..50@1s"),
-    "triton+http": ("--rate", "50", "--arrivals", "gamma", "--burstiness", "0.3"),
+    "triton": ("--rate", "10", "--arrivals", "constant"),
+    "triton+unary": ("--ramp", "5..15@1s"),
+    "triton+http": ("--rate", "15", "--arrivals", "gamma", "--burstiness", "0.3"),
     "openai": ("--concurrency", "8"),
 }
 
