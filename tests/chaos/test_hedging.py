@@ -138,10 +138,11 @@ async def test_frozen_worker_is_not_noticed() -> None:
     """Until it thaws, all its sequences go on at the other worker, and what it computed is equal."""
     # So many that none ends before the worker freezes.
     kinds = {
-        kind: {**options, "max_tokens": 4 * TOKENS, "ignore_end_id": True}
+        kind: {**options, "max_tokens": 2 * TOKENS, "ignore_end_id": True}
         for kind, options in KINDS.items()
     }
-    async with hedged(2, *GENEROUS) as scene:
+    slow = ("--simulated-timing-step-ms", "32")
+    async with hedged(2, *GENEROUS, flags=[slow] * 2) as scene:
         mesh, prompts = scene.mesh, PROMPTS[:3]
         asked = (mesh.client.complete(prompts, **options) for options in kinds.values())
         expected = dict(zip(kinds, map(contents, await asyncio.gather(*asked)), strict=True))
@@ -267,9 +268,11 @@ async def test_client_leaves_while_two_copies_run() -> None:
 
 async def test_sequences_leave_a_worker_at_a_tenth_of_its_speed() -> None:
     """Before it fails; and a copy costs no more than its share of the tokens."""
-    slow = ("--simulated-faults-slow-after-steps", "120", "--simulated-faults-slow-factor", "10")
-    options = {**SAMPLED, "max_tokens": 3 * TOKENS, "ignore_end_id": True}
-    async with hedged(3, flags=[slow]) as scene:
+    # A slow step is not so long that it is a stall.
+    fast = ("--simulated-timing-step-ms", "4")
+    slow = ("--simulated-faults-slow-after-steps", "360", "--simulated-faults-slow-factor", "10")
+    options = {**SAMPLED, "max_tokens": 900, "ignore_end_id": True}
+    async with hedged(3, flags=[(*fast, *slow), fast, fast]) as scene:
         expected: list[Any] = []
         for _ in range(2):
             items: Sequence[ItemResult] = await scene.mesh.client.complete(PROMPTS, **options)
@@ -289,8 +292,9 @@ async def test_every_fault_at_once() -> None:
         for kind in ("greedy", "several sequences", "found stop texts", "whole")
     ]
     async with hedged(6, flags=[slow]) as scene:
-        expected = [contents(await scene.mesh.client.complete(PROMPTS, **kind)) for kind in kinds]
-        readers = [scene.mesh.open(PROMPTS, **kind) for kind in kinds]
+        prompts = PROMPTS[:4]
+        expected = [contents(await scene.mesh.client.complete(prompts, **kind)) for kind in kinds]
+        readers = [scene.mesh.open(prompts, **kind) for kind in kinds]
         for reader in readers:
             await reader.until(lambda r: all(item.started for item in r.items))
         _, first, dying, later, *_ = scene.engines.values()

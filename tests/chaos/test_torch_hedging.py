@@ -59,7 +59,7 @@ async def exact(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fragi
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(GUIDED, id="guided"),
+        pytest.param(GUIDED, id="guided", marks=pytest.mark.soak),
         pytest.param(GUIDED | SAMPLED, id="guided, several"),
         pytest.param(SAMPLED | {"adapter": ADAPTER, "ignore_end_id": True}, id="adapter"),
     ],

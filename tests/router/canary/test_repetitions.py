@@ -16,7 +16,7 @@ CANARY: dict[str, Any] = {
     "timing": {"step_ms": 0.0},
 }
 PROMPT = list(range(100, 250))
-SHORT: dict[str, Any] = {"limits": {"max_sequence_tokens": 200}}
+SHORT: dict[str, Any] = {"limits": {"max_sequence_tokens": 40}}
 
 
 async def examined(on: Workers) -> dict[str, float]:
@@ -37,7 +37,7 @@ async def test_worker_with_a_shorter_limit_repeats_nothing_beyond_it(
     of_worker = {f"mixed-{number}": SHORT for number in short}
     async with workers("mixed", "mixed", "mixed", of_worker=of_worker, **CANARY) as on:
         for number in range(12):
-            await on.ask([*PROMPT, number], max_tokens=300, ignore_end_id=True)
+            await on.ask([*PROMPT[:20], number], max_tokens=60, ignore_end_id=True)
         found = await examined(on)
         assert found.keys() <= {"identical", "dropped"}
         assert found["identical"] >= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -68,20 +68,19 @@ async def test_answer_is_told_whole_and_in_parts(tmp_path: Path) -> None:
         assert "reasoning" not in first["message"]
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [STRICT]}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "tool_choice"),
-        ({"response_format": JSON}, "response_format"),
-    ],
+REFUSED: Sequence[tuple[dict[str, Any], str]] = (
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [STRICT]}, "tool_choice"),
+    ({"parallel_tool_calls": False}, "tool_choice"),
+    ({"response_format": JSON}, "response_format"),
 )
-async def test_what_no_grammar_describes_is_refused(
-    tmp_path: Path, change: dict[str, Any], param: str
-) -> None:
+"""Changes of a body, and the parameter that the error names."""
+
+
+async def test_what_no_grammar_describes_is_refused(tmp_path: Path) -> None:
     async with talking(tmp_path) as talk:
-        reply = await talk.http.post(CHAT, BODY | change)
-        check("ErrorResponse", reply.json)
-        assert (reply.status, reply.json["error"]["param"]) == (400, param)
-        assert "response_template" in reply.json["error"]["message"]
+        for change, param in REFUSED:
+            reply = await talk.http.post(CHAT, BODY | change)
+            check("ErrorResponse", reply.json)
+            assert (reply.status, reply.json["error"]["param"]) == (400, param), change
+            assert "response_template" in reply.json["error"]["message"]
