@@ -29,7 +29,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.torch import loading
 from trtmesh.engine.backends.torch.backend import TorchBackend
-from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler
+from trtmesh.engine.backends.torch.guided import guidance
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 SECONDS = 60.0
@@ -197,18 +197,17 @@ def module_of(engine: Harness) -> Any:
     return getattr(compute, "_runner", compute)._model.module
 
 
-_compilers: dict[tuple[object, ...], GuidanceCompiler | None] = {}
-_compiler_for = loading.compiler_for
+_compilers: dict[tuple[object, ...], guidance.GuidanceCompiler | None] = {}
 
 
 def compiler_for(
     model_dir: Path, vocabulary_size: int, end_ids: Sequence[int]
-) -> GuidanceCompiler | None:
+) -> guidance.GuidanceCompiler | None:
     """The compiler of a tokenizer, built once for all engines with it: a fifth of a tiny model's start."""
     file = model_dir / "tokenizer.json"
     key = (file.is_file() and file.read_bytes(), vocabulary_size, *end_ids)
     if key not in _compilers:
-        _compilers[key] = _compiler_for(model_dir, vocabulary_size, end_ids)
+        _compilers[key] = guidance.compiler_for(model_dir, vocabulary_size, end_ids)
     return _compilers[key]
 
 
