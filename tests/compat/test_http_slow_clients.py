@@ -20,13 +20,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROWS = 128
 """This many sequences fill the buffers of a connection within seconds."""
+TRITON, OPENAI = "/v2/models/ensemble/generate_stream", "/v1/completions"
 BODIES = {
-    "/v2/models/ensemble/generate_stream": {
+    TRITON: {
         "text_input": ["x"] * ROWS,
         "max_tokens": [8000] * ROWS,
         "stream": [True] * ROWS,
     },
-    "/v1/completions": {
+    OPENAI: {
         "prompt": ["x"] * ROWS,
         "max_tokens": 8000,
         "stream": True,
@@ -74,7 +75,7 @@ async def stuck(router: ServiceProcess) -> bool:
     return (await scrape(router))["trtmesh_router_paused_requests"] == 1
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", [TRITON, pytest.param(OPENAI, marks=pytest.mark.soak)])
 async def test_slow_client_is_cut_off(mesh: Mesh, path: str) -> None:
     router = await start_router(mesh, *constants(client_unread_seconds=0.5))
     tasks = (await scrape(router))["trtmesh_tasks"]
@@ -95,7 +96,7 @@ async def test_slow_client_is_cut_off(mesh: Mesh, path: str) -> None:
     assert "Traceback" not in router.stderr
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", [OPENAI, pytest.param(TRITON, marks=pytest.mark.soak)])
 async def test_stopping_router_does_not_wait_for_a_slow_client(mesh: Mesh, path: str) -> None:
     router = await start_router(mesh, "--grace-seconds", "0.1", *constants(buffer_tokens=1000))
     async with client_that_does_not_read(router.http_address, path):

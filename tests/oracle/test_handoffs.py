@@ -29,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ADAPTER = "tuned"
 PROMPT_TOKENS = 130
 """Not a multiple of a block."""
-TOKENS = 24
+TOKENS = 14
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100)
 """Prompts of one token to several blocks, and one more or less than a block."""
 COMPUTED = 2

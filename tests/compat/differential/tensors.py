@@ -20,7 +20,7 @@ CORE_NAMES = {
 """Names of the core model where they differ."""
 OLD_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
 """Names of releases before 2025-05."""
-TABLE_WIDTH = 384
+TABLE_WIDTH = 192
 UNSIGNED = {"seed", "prompt_table_extra_id", "prompt_table_extra_ids"}
 
 

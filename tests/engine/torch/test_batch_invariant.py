@@ -130,7 +130,8 @@ async def in_traffic(
 
 
 @on_devices(
-    soak=["llama-float32", "mistral-float32"],
+    # Further down, llama has mates and adapters in half precision.
+    soak=["llama-float32", "llama-bfloat16", "mistral-float32"],
     llama=BOTH,
     gemma2=["float32"],
     mistral=["float32"],
@@ -158,7 +159,7 @@ async def test_mates_change_no_bit(
     given = [[dice.randrange(2, 320) for _ in range(dice.randrange(1, 60))] for _ in range(18)]
     expected = await alone(folder, given, **settings)
     async with running(folder, max_batch_size=18, prefix_reuse=False, **settings) as engine:
-        for mates in (1, 3, 17):
+        for mates in (3, 17):
             with engine.gate.held():
                 asked = zip(given[: mates + 1], configs(mates + 1), strict=True)
                 keys = [engine.submit(prompt, config) for prompt, config in asked]
@@ -178,7 +179,7 @@ async def test_tokens_and_log_probs_with_adapters_are_those_of_the_sequence_alon
     # Twice, so that sequences share an adapter.
     given = [*prompts(Random(family)), *prompts(Random(1))]
     expected = await alone(adapted.model_dir, given, adapted, **settings)
-    assert expected != await alone(adapted.model_dir, given, **settings)
+    assert expected[:4] != await alone(adapted.model_dir, given[:4], **settings)
     found = await in_traffic(adapted.model_dir, given, expected, Random(0), adapted, **settings)
     assert found == expected
 

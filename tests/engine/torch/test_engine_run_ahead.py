@@ -290,8 +290,17 @@ AWAITING = [
 """Some tokens depend on those before, and are chosen while their step is computed."""
 
 
-@pytest.mark.parametrize("configs", [PLAIN, CONFIGS, AWAITING], ids=["plain", "mixed", "awaiting"])
-@pytest.mark.parametrize("pool", [AMPLE, TIGHT], ids=["ample", "tight"])
+@pytest.mark.parametrize(
+    ("pool", "configs"),
+    [
+        pytest.param(AMPLE, PLAIN, id="ample-plain"),
+        pytest.param(AMPLE, CONFIGS, id="ample-mixed", marks=pytest.mark.soak),
+        pytest.param(AMPLE, AWAITING, id="ample-awaiting"),
+        pytest.param(TIGHT, PLAIN, id="tight-plain", marks=pytest.mark.soak),
+        pytest.param(TIGHT, CONFIGS, id="tight-mixed"),
+        pytest.param(TIGHT, AWAITING, id="tight-awaiting"),
+    ],
+)
 def test_steps_of_unknown_tokens_give_the_same_tokens(
     llama: Path, pool: dict[str, Any], configs: list[GenerationConfig]
 ) -> None:
