@@ -22,7 +22,7 @@ from trtmesh.v1 import generation_pb2 as pb
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = "The quick brown fox doesn't mind; naïve 😀 done."
-TOKENS = 40
+TOKENS = 24
 WIDTH = 3
 BEAMS = {"beam_width": WIDTH, "return_log_probs": True}
 
