@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_children import fork_children
+from forks import fork_server
 from tokenizer.chat.response_templates import COMMON, GEMMA, HARMONY, PIECES, QWEN_CODER
 from tokenizer.serving import served
 from tokenizer.tokenizers_zoo import byte_level_bpe, save_model_dir
@@ -34,6 +38,19 @@ TOOLS: list[Any] = [
         },
     }
 ]
+
+
+PROGRAM = "trtmesh.tokenizer.chat.reading"
+
+
+@pytest.fixture(autouse=True)
+def processes_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their imports take more than a second."""
+    fork_server((PROGRAM,)).wait_ready()
+    # To be as they are after the test.
+    for place, name in ((subprocess.Popen, "_execute_child"), (os, "waitpid")):
+        monkeypatch.setattr(place, name, getattr(place, name))
+    fork_children((PROGRAM,))
 
 
 @asynccontextmanager
