@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 import pytest_asyncio
 from cli.commands import trtmesh
-from e2e.mesh import Mesh, eventually, running_mesh
+from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh
 from google.protobuf import json_format
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.receipts import Key, digest, of_sequence, prompt_digest, serialized
@@ -43,7 +43,9 @@ async def mesh(folder: Path) -> AsyncIterator[Mesh]:
         *("--receipts-file", str(folder / "receipts.jsonl"), "--receipts-requests", "true"),
         *("--receipts-key-file", str(folder / "key")),
     )
-    async with running_mesh(engines=3, router_flags=flags) as mesh:
+    # Few tokens outlast a worker's death.
+    slow = (*SIMULATED, "--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05")
+    async with running_mesh(engines=3, engine_flags=slow, router_flags=flags) as mesh:
         yield mesh
 
 
@@ -71,7 +73,7 @@ async def test_tokens_are_made_again_after_deaths_and_stops(mesh: Mesh, folder: 
         [f"prompt {n}" for n in range(5)],
         request_id="moved",
         # Far more than are computed until the worker dies.
-        max_tokens=400,
+        max_tokens=120,
         temperature=0.7,
         num_return_sequences=2,
     )
@@ -194,7 +196,7 @@ async def test_what_cannot_be_compared_says_why(mesh: Mesh, folder: Path) -> Non
 
 
 async def test_item_that_no_worker_took_and_clients_that_leave(mesh: Mesh, folder: Path) -> None:
-    reader = mesh.open(["seven"], request_id="left", max_tokens=4000)
+    reader = mesh.open(["seven"], request_id="left", max_tokens=500)
     await reader.tokens_here(3)
     await reader.cancel()
     (kept,) = await filed(folder, "left", 1)

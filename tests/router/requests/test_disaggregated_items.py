@@ -395,7 +395,10 @@ async def test_a_worker_s_longest_lease_bounds_the_lives_of_leases(
 @either
 @pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.soak)])
 async def test_many_items_leave_nothing_behind(by_state: bool, count: int) -> None:
-    async with workers("prefill", "decode", "prefill", "decode", by_state=by_state) as on:
+    # As full with either count.
+    pool = {"total_blocks": 512 * count // 200}
+    four = ("prefill", "decode") * 2
+    async with workers(*four, by_state=by_state, kv_cache=pool) as on:
         starts = range(100, 300, 200 // count)
         prompts = [list(range(start, start + 30 + start % 49)) for start in starts]
         items = await on.ask(*prompts, max_tokens=8)
