@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
@@ -164,6 +165,12 @@ PLACES = st.lists(
 )
 
 
+@cache
+def drawing() -> Any:
+    """The macros, which are compiled once."""
+    return templates().get_template("plot.html").module
+
+
 @given(PLACES, st.booleans(), st.booleans(), st.booleans(), st.text(max_size=20))
 def test_any_points_and_texts_are_drawn_inside_the_image(
     points: Sequence[tuple[float, float]], line: bool, dots: bool, is_log: bool, text: str
@@ -171,8 +178,7 @@ def test_any_points_and_texts_are_drawn_inside_the_image(
     series = Series(text, points, line, dots, [text])
 
     plot = Plot(text, text, text, [series], [Band(1, 2, text)], is_log)
-    drawn: Any = templates().get_template("plot.html").module
-    image = drawn.svg(plot, plots).strip()
+    image = drawing().svg(plot, plots).strip()
 
     if image.startswith("<p"):
         return
