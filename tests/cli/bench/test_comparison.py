@@ -62,14 +62,15 @@ def test_pairing_finds_what_the_spread_of_prompts_would_hide() -> None:
     )
 
 
-def test_equal_servers_seldom_differ() -> None:
-    """Anywhere in the table in one comparison of twenty, by design; five of 24 are too many."""
+@pytest.mark.parametrize(("seeds", "most"), [(10, 1), pytest.param(24, 3, marks=pytest.mark.soak)])
+def test_equal_servers_seldom_differ(seeds: int, most: int) -> None:
+    """Anywhere in the table in one comparison of twenty, by design."""
     alarms: Counter[bool] = Counter()
-    for seed in range(24):
+    for seed in range(seeds):
         seen = compare(drawn(2 * seed, 120), drawn(2 * seed + 1, 120), 0.0)
         differ = {Verdict.BETTER, Verdict.WORSE, Verdict.REGRESSION}
         alarms[any(each.verdict in differ for each in seen.ratios)] += 1
-    assert alarms[True] <= 4
+    assert alarms[True] <= most
 
 
 def test_a_run_is_equal_to_itself() -> None:
