@@ -326,6 +326,25 @@ def test_steps_of_unknown_tokens_give_the_same_tokens(
     assert reused[0] == reused[1] or pool is TIGHT
 
 
+def test_prefix_evicted_by_a_step_of_unknown_tokens_is_copied_before_its_block_is_written(
+    llama: Path,
+) -> None:
+    prompt, small = list(range(3, 27)), {**TIGHT, "host_cache_bytes": 2**20}
+    drivers = [Driver(llama, 1, **AMPLE), FollowingDriver(llama, **small)]
+    for driver in drivers:
+        driver.add(1, prompt, PLAIN[3])
+        driver.run()
+        driver.add(2, [7, 8], configure(max_tokens=56, ignore_end_id=True))
+        driver.run()
+        driver.add(3, [*prompt, 9], LONGER)
+        driver.run()
+    ample, tight = drivers
+    assert tight.tokens == ample.tokens
+    assert tight.engine.scheduler.reused_prompt_tokens >= len(prompt)
+    assert isinstance(tight, FollowingDriver)
+    assert tight.compute.followed > 40
+
+
 GUIDED = [
     (guided("REGEX", "[a-z ]{150,}", max_tokens=30, temperature=1.4, seed=7), "[a-z ]{150,}"),
     (PLAIN[1], None),
