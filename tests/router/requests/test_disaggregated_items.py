@@ -141,6 +141,15 @@ async def test_stop_ends_an_item_in_every_stage(stage: str) -> None:
         assert item.reason is FinishReason.STOPPED
 
 
+async def test_stop_of_a_prefill_releases_the_reservation() -> None:
+    async with in_stage("prefilling") as (on, asked):
+        await on.client.stop("second")
+        await asked
+        await on.quiet()
+        received = on.load("decode-1").received_handoffs
+        assert (received.granted, received.released, received.expired) == (1, 1, 0)
+
+
 @in_stages("transferring")
 async def test_a_client_that_leaves_frees_everything_in_every_stage(stage: str) -> None:
     async with in_stage(stage) as (_, asked):
