@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from contextlib import suppress
 from typing import Any
 
@@ -164,10 +165,18 @@ def test_parts_are_counted_before_they_are_copied(build: Any, most: int) -> None
 
 
 def test_dimensions_are_counted_before_they_are_copied() -> None:
-    request = raw_request()
-    request.inputs[0].shape[:] = [1] * 17
-    with pytest.raises(InvalidRequest, match="has 17 dimensions but must have at most 16"):
-        read_call(ENSEMBLE, request)
+    request, count = raw_request(), 2**17
+    request.inputs[0].shape[:] = [1] * count
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            InvalidRequest, match=f"has {count} dimensions but must have at most 16"
+        ):
+            read_call(ENSEMBLE, request)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < count
 
 
 def test_typed_elements_are_counted_before_they_are_converted() -> None:

@@ -177,10 +177,11 @@ def _read_inputs(
             )
         if name in tensors:
             raise InvalidRequest(f"input '{name}' already exists in request")
-        sent, parameters = tuple(given.shape), given.parameters
-        if len(parameters) > MOST_PARAMETERS or len(sent) > MAX_DIMENSIONS:
+        parameters = given.parameters
+        if len(parameters) > MOST_PARAMETERS or len(given.shape) > MAX_DIMENSIONS:
             _check_most(f"input '{name}'", "parameters", parameters, MOST_PARAMETERS)
-            _check_most(f"input '{name}'", "dimensions", sent, MAX_DIMENSIONS)
+            _check_most(f"input '{name}'", "dimensions", given.shape, MAX_DIMENSIONS)
+        sent = tuple(given.shape)
         is_shared = bool(parameters) and any(
             each.startswith("shared_memory") for each in parameters
         )

@@ -14,9 +14,8 @@ DECODER_INPUTS = ("decoder_input_ids", "decoder_input_lengths")
 BIAS = "embedding_bias"
 DECODER_FIELD = "encoder_decoder.decoder_prompt.token_ids"
 
-
 ADJUSTED = frozenset({*DECODER_INPUTS, "input_ids", BIAS})
-"""The inputs that this page is about."""
+"""Inputs that are left out or changed here; a call without any stays as it is."""
 
 
 def without_decoder_start(call: Call, engines: Engines) -> Call:
