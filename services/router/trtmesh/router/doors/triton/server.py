@@ -159,9 +159,7 @@ class TritonServer:
     def statistics(self, name: str, version: str) -> Any:
         """A ModelStatisticsResponse; without a name, of all models. Raises ModelNotFound."""
         models = [self.find_model(name, version)] if name else self._served
-        return kserve.ModelStatisticsResponse(
-            model_stats=[self._statistics.describe(model) for model in models]
-        )
+        return kserve.ModelStatisticsResponse(model_stats=self._statistics.describe(models))
 
     def repository_index(self, *, only_ready: bool) -> Any:
         """A RepositoryIndexResponse."""

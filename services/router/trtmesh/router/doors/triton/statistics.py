@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -194,27 +194,10 @@ class Statistics:
             for model in (counting.call.model, *counting.steps)
         )
 
-    def describe(self, model: Model) -> grpc_service_pb2.ModelStatistics:
-        """The counts of one model."""
-        counts = self.counts().get(model.name, Counts())
-        answer = grpc_service_pb2.ModelStatistics(
-            name=model.name,
-            version=MODEL_VERSION,
-            last_inference=counts.last_ms,
-            inference_count=counts.rows,
-            execution_count=counts.succeeded,
-        )
-        stats = answer.inference_stats
-        stats.fail.count, stats.fail.ns = counts.failed.total(), counts.failure_ns
-        for duration, ns in (
-            (stats.success, counts.success_ns),
-            (stats.queue, counts.queue_ns),
-            (stats.compute_input, counts.input_ns),
-            (stats.compute_infer, counts.infer_ns),
-            (stats.compute_output, counts.output_ns),
-        ):
-            duration.count, duration.ns = counts.succeeded, ns
-        return answer
+    def describe(self, models: Iterable[Model]) -> list[grpc_service_pb2.ModelStatistics]:
+        """The counts of models."""
+        counts = self.counts()
+        return [_described(model.name, counts.get(model.name, Counts())) for model in models]
 
     def _steps_of(self, model: Model) -> tuple[Sequence[Model], Model | None]:
         """Returns the steps of a model, with the models of a BLS among the steps, and the generating model."""
@@ -252,6 +235,27 @@ class Statistics:
             served = self._served[model.name]
             served.failed[reason] += 1
             served.failure_ns += ns
+
+
+def _described(name: str, counts: Counts) -> grpc_service_pb2.ModelStatistics:
+    answer = grpc_service_pb2.ModelStatistics(
+        name=name,
+        version=MODEL_VERSION,
+        last_inference=counts.last_ms,
+        inference_count=counts.rows,
+        execution_count=counts.succeeded,
+    )
+    stats = answer.inference_stats
+    stats.fail.count, stats.fail.ns = counts.failed.total(), counts.failure_ns
+    for duration, ns in (
+        (stats.success, counts.success_ns),
+        (stats.queue, counts.queue_ns),
+        (stats.compute_input, counts.input_ns),
+        (stats.compute_infer, counts.infer_ns),
+        (stats.compute_output, counts.output_ns),
+    ):
+        duration.count, duration.ns = counts.succeeded, ns
+    return answer
 
 
 def _own_share(model: Model, spent: Spent) -> Share:
