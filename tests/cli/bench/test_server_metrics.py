@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
 from cli.bench.runs import HEADER, answer
 from trtmesh.chassis.errors import SettingsError
-from trtmesh.tools.bench import server_metrics
+from trtmesh.tools.bench import measuring, server_metrics
+from trtmesh.tools.bench.driver import Driver
 from trtmesh.tools.bench.figures import report_of
-from trtmesh.tools.bench.record import MetricsSample, Run
+from trtmesh.tools.bench.measuring import Setup, Watch, measure
+from trtmesh.tools.bench.options import ClientOptions
+from trtmesh.tools.bench.record import Load, MetricsSample, Run
 from trtmesh.tools.bench.reports.page import as_html, server_plots
 from trtmesh.tools.bench.server_metrics import ServerMetrics, parsed
+from trtmesh.tools.bench.targets.target import Connecting, Url
 
 TEXT = b"""\
 # TYPE own_tokens counter
@@ -111,6 +117,52 @@ async def test_a_run_shorter_than_a_reading_has_one() -> None:
     (only,) = metrics.samples()
     assert only.counters["own_tokens_total"] == 7.0
     assert metrics.problems == []
+
+
+async def test_the_last_reading_is_outside_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no part in the client's time, and no fault strikes while it waits for its answer."""
+    ends: list[str] = []
+
+    class Companion:
+        """What happens beside a run."""
+
+        made = ()
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        async def run(self, _: Callable[[], float]) -> None:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                ends.append(self._name)
+
+        def samples(self) -> Sequence[MetricsSample]:
+            return ()
+
+    @asynccontextmanager
+    async def opened(*_: object) -> AsyncIterator[Sequence[Any]]:
+        yield [SimpleNamespace(release="")]
+
+    def busy(_: Driver) -> float:
+        ends.append("client")
+        return 0.5
+
+    monkeypatch.setattr(measuring, "opened", opened)
+    monkeypatch.setattr(Driver, "busy", busy)
+    faults, metrics = Companion("faults"), Companion("metrics")
+    watch: Any = Watch
+    beside = watch(disruptor=faults, metrics=metrics)
+    connecting = Connecting(Url.parse("grpc://127.0.0.1:1"))
+    setup = Setup(connecting, "nothing", ClientOptions(echo=False))
+
+    # Both companions begin meanwhile.
+    monkeypatch.setattr(Driver, "send", lambda _: asyncio.sleep(0.01))
+    run = await measure(setup, Load("closed", concurrency=1), [], beside)
+
+    assert run.end
+    assert run.end.client_busy == 0.5
+    assert ends == ["client", "faults", "metrics"]
 
 
 async def test_readings_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,15 +141,16 @@ async def _measured(
         tell(header)
         async with (
             _sending(setup, job, targets, tell) as sender,
-            _beside(watch.disruptor, sender.clock),
+            # They end in reverse order, and the last reading may take seconds.
             _beside(watch.metrics, sender.clock),
+            _beside(watch.disruptor, sender.clock),
         ):
             interrupted = await _is_interrupted(sender.send())
-            ended_s = sender.clock()
+            ended_s, busy = sender.clock(), sender.busy()
     end = RunEnd(
         ended_s,
         interrupted,
-        client_busy=round(sender.busy(), 4),
+        client_busy=round(busy, 4),
         unsent=sum(len(plan.prompts) for plan in plans) - len(answers),
         disruptions=tuple(watch.disruptor.made) if watch.disruptor else (),
     )
