@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from typing import Any
 
 import pytest
 from trtmesh.chassis.errors import (
@@ -54,8 +56,9 @@ SPENT = (Spent(1, 20, 300, 4_000, 50_000, 600_000), Spent(7, 60, 500, 4_000, 30_
 def served(statistics: Statistics, name: str, *spent: Spent) -> None:
     """Counts requests of two rows to a model by the phases of each."""
     for each in spent:
-        counting = statistics.counting(Call(MODELS[name], "", {}, 2, False, frozenset(), {}))
-        counting.spent = lambda each=each: each  # type: ignore[method-assign,misc]
+        call = Call(MODELS[name], "", {}, 2, False, frozenset(), {})
+        counting: Any = statistics.counting(call)
+        counting.spent = partial(Spent._make, each)
         with counting:
             pass
 
