@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from compat.triton import Response, Triton
-from e2e.mesh import DEMO, DEMO_VOCABULARY, Mesh, decode, eventually, running_mesh
+from e2e.mesh import DEMO_VOCABULARY, Mesh, decode, eventually, running_mesh, tokenizer_of
 from engine.config_fields import LEAVES
 from engine_streams import serving
 from recording_backend import INFO, RecordingBackend
-from tokenizers import Tokenizer
 from trtmesh.client import FinishReason
 from trtmesh.engine.backend import TokenDetails
 
@@ -37,8 +36,7 @@ LOG_PROBS = [-(2.0**-n) for n in range(24)]
 
 
 def token_ids() -> list[int]:
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    return list(tokenizer.encode(TEXT, add_special_tokens=False).ids)
+    return list(tokenizer_of().encode(TEXT, add_special_tokens=False).ids)
 
 
 def kept_tokens(ids: Sequence[int]) -> int:
