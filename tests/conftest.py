@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from log_lines import LogLine, log_lines
-from tiers import ProcessGuard, is_fast, is_left_out, turns_of
+from tiers import LEFT_OUT, ProcessGuard, is_fast, is_left_out, turns_of
 from trtmesh.chassis.logs import set_up_logs
 
 FOREIGN = (
@@ -106,6 +106,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Keeps `make check` from importing what it does not run. Paths named on the command line are not asked about."""
     return True if is_check(config) and is_left_out(collection_path) else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keeps what takes seconds to import out of a whole `make check`."""
+    is_whole = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if (
+        is_whole
+        and is_check(session.config)
+        and (slow := {"torch", "transformers"} & {*sys.modules})
+    ):
+        raise pytest.UsageError(
+            f"a file of `make check` imports {' and '.join(sorted(slow))}: import them where they are used, or name the"
+            f" file in {LEFT_OUT.name}"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

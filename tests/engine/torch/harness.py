@@ -27,7 +27,6 @@ from trtmesh.engine.backend import (
     Submission,
     TokenDetails,
 )
-from trtmesh.engine.backends.torch import loading
 from trtmesh.engine.backends.torch.backend import TorchBackend
 from trtmesh.engine.backends.torch.guided import guidance
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -218,7 +217,7 @@ async def running(model_dir: Path, **settings: Any) -> AsyncIterator[Harness]:
     harness = Harness(model_dir, by_short_names(TorchSettings, **{"threads": 1, **settings}))
     with pytest.MonkeyPatch.context() as patching:
         patch(patching, **constants)
-        patching.setattr(loading, "compiler_for", compiler_for)
+        patching.setattr("trtmesh.engine.backends.torch.loading.compiler_for", compiler_for)
         await harness.start()
     try:
         yield harness
