@@ -55,9 +55,11 @@ class CallTrace:
 
     @classmethod
     def begin(
-        cls, tracer: Tracer, door: str, headers: Iterable[tuple[str, str | bytes]]
+        cls, tracer: Tracer | None, door: str, headers: Iterable[tuple[str, str | bytes]]
     ) -> CallTrace | None:
-        """A call at a door that is sampled; None for the others."""
+        """A call at a door that is sampled; None for the others, and without a tracer."""
+        if tracer is None:
+            return None
         parent = parent_in(headers)
         context = tracer.begin(parent, door)
         return None if context is None else cls(tracer, context, parent, door)

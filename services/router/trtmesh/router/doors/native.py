@@ -43,9 +43,8 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
 
     def _call(self, model: str, context: ServedContext) -> GenerationCall:
         """The block of a call."""
-        tracer = self._requests.tracer
-        headers = () if tracer is None else context.invocation_metadata() or ()
-        trace = None if tracer is None else CallTrace.begin(tracer, DOOR, headers)
+        headers = context.invocation_metadata() or ()
+        trace = CallTrace.begin(self._requests.tracer, DOOR, headers)
         return GenerationCall(DOOR, self._requests.metrics_of(model), trace=trace)
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.

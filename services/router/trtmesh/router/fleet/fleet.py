@@ -186,7 +186,7 @@ class Fleet:
                     typical = self._typical.get(worker.description.model, UNKNOWN)
                     former = self._snapshots[address]
                     self._snapshots[address] = worker.reloaded(former, typical)
-            served = [self._read(address) for address in whole] if whole else []
+            served = [self._read(address) for address in whole]
             self.loaded.clear()
             self._outdated.clear()
             if self.touched:
@@ -363,7 +363,7 @@ class Fleet:
 
     def _completed(self, query: PlacementQuery, blocks: PromptBlocks, now: float) -> PlacementQuery:
         """The query with the fleet's knowledge added."""
-        typical = self._typical.get(query.model, UNKNOWN)
+        typical = self.typical(query.model)
         new_tokens = min(typical.new_tokens, query.max_tokens or typical.new_tokens)
         sizes = self._block_sizes_of(query.model, blocks)
         known = (

@@ -166,7 +166,7 @@ class Booking:
 
     def submitted(self, now: float) -> None:
         """The worker gets the sequences: what came before, as the load of an adapter, is not the prompt's time."""
-        if self._waiting and self.sequences:
+        if self.waiting:
             self._booked_at = now
             self._idle_before = self._guard.sequences <= self.sequences
 
@@ -364,9 +364,7 @@ class LoadGuard:
             "prefill_seconds": prefill_seconds,
             "step_seconds": step_seconds,
             "tokens_per_step": rates.tokens_per_step,
-            "pressure_seconds": pressure_of(
-                self._foreign_blocks + self._booked_blocks, self._report.total_blocks
-            ),
+            "pressure_seconds": pressure_of(self.used_blocks, self._report.total_blocks),
             "warmth": self.warmth(now),
             "breaker_open": self.breaker.is_open(now),
             "decoding_sequences": sequences - self._waiting_sequences,

@@ -388,21 +388,14 @@ class ItemRun:
     @property
     def generated_ns(self) -> int:
         """Monotonic time of the last end of a sequence on a worker; `over_ns` if none ended there."""
-        last = 0
-        for run in self._runs:
-            last = max(last, run.ended_ns)
-        return last or self.over_ns
+        return max((run.ended_ns for run in self._runs), default=0) or self.over_ns
 
     def usage(self) -> pb.Usage:
-        cached = generated = 0
-        for run in self._runs:
-            generated += len(run.token_ids)
-            if run.ending is not None:
-                cached = max(cached, run.ending.cached_prompt_tokens)
+        cached = [run.ending.cached_prompt_tokens for run in self._runs if run.ending is not None]
         return pb.Usage(
             prompt_tokens=len(self._encoded.token_ids),
-            cached_prompt_tokens=cached,
-            generated_tokens=generated,
+            cached_prompt_tokens=max(cached, default=0),
+            generated_tokens=self.generated_tokens,
         )
 
     @property
@@ -426,14 +419,9 @@ class ItemRun:
 
     @property
     def _needs_worker(self) -> bool:
-        if not self._runs:
-            return self._handoffs is None or not self._handoffs.awaits_prefill
-        if self._handoffs is not None:
+        if self._runs:
             return bool(self._waiting)
-        for run in self._runs:  # noqa: SIM110 - each start asks twice
-            if run.assignment is None and run.waits_for_worker:
-                return True
-        return False
+        return self._handoffs is None or not self._handoffs.awaits_prefill
 
     def open_sequences(self) -> None:
         """Opens all sequences, at the start or after the tokens received from another router."""

@@ -388,8 +388,7 @@ class Placer:
 
     def close(self) -> None:
         """Releases waiting siblings and promised room."""
-        if self._promise is not None:
-            self.drop_promise()
+        self.drop_promise()
         if self._member is not None:
             self._member.close()
 
@@ -454,7 +453,7 @@ class Placer:
             item_sequences=self._item.sequences if together else 1,
             beams=beams,
             max_tokens=config.stopping.max_tokens,
-            exclude=self._excluded(failures) if failures or self._identity else {},
+            exclude=self._excluded(failures),
             avoid=self._member.avoid if self._member else frozenset(),
             prefer=self._member.prefer if self._member else "",
             refused_by=dict(self._refusals),

@@ -249,8 +249,7 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         self._entries.append(entry)
         self._count(entry.size)
         if self._loop.time() + ANNOUNCED_SECONDS < self._remind_at:
-            if self._reminders is not None:
-                self._reminders.drop(self)
+            self._forget_reminder()
             self._reminders = self._writes.announcements
             self._remind_at = self._reminders.add(self)
 

@@ -147,7 +147,7 @@ class TokenizerPool:
         return self._agreed.get(self._tokenizer_model(model), UNKNOWN).fingerprint
 
     def end_ids_of(self, model: str) -> tuple[int, ...]:
-        """The end id of the tokenizers of `model`, if any; None before the first tokenizer was ready."""
+        """The end id of the tokenizers of `model`, if any; empty before the first tokenizer was ready."""
         if (known := self._end_ids_of.get(model)) is None:
             agreed = self.agreed(model)
             known = (agreed.eos_id,) if agreed.HasField("eos_id") else ()

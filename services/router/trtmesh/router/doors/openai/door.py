@@ -188,8 +188,7 @@ class OpenAi:
             # Proxies name a retry like the call that is not over.
             request_id = ""
         parse = partial(parse_json, body, self._bodies.limits.most_json_bytes)
-        tracer = self._requests.tracer
-        trace = None if tracer is None else CallTrace.begin(tracer, DOOR, request.headers.items())
+        trace = CallTrace.begin(self._requests.tracer, DOOR, request.headers.items())
         call = GenerationCall(DOOR, self._requests.metrics_of(""), endpoint.operation, trace=trace)
         try:
             fields = Fields(await message.run(parse, JSON_COST))

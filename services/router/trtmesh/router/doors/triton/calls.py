@@ -102,16 +102,10 @@ def read_call(
 
 def _check_counts(request: Any) -> None:
     """Counts before anything is copied. Raises InvalidRequest."""
-    outputs = request.outputs
-    if (
-        len(request.id) > MOST_ID_CHARACTERS
-        or len(request.parameters) > MOST_PARAMETERS
-        or len(outputs) > MOST_OUTPUTS
-    ):
-        _check_most("request", "characters in its id", request.id, MOST_ID_CHARACTERS)
-        _check_most("request", "parameters", request.parameters, MOST_PARAMETERS)
-        _check_most("request", "outputs", outputs, MOST_OUTPUTS)
-    for output in outputs:
+    _check_most("request", "characters in its id", request.id, MOST_ID_CHARACTERS)
+    _check_most("request", "parameters", request.parameters, MOST_PARAMETERS)
+    _check_most("request", "outputs", request.outputs, MOST_OUTPUTS)
+    for output in request.outputs:
         _check_most(
             f"output {quoted(output.name)}", "parameters", output.parameters, MOST_PARAMETERS
         )

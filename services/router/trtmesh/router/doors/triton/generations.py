@@ -12,7 +12,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -127,8 +127,7 @@ class Generations:
                 wrap_size(call, self._engines),
                 bias_size(call, self._engines, self._texts),
             )
-        tracer = self._requests.tracer
-        trace = None if tracer is None else CallTrace.begin(tracer, DOOR, caller.headers)
+        trace = CallTrace.begin(self._requests.tracer, DOOR, caller.headers)
         with self._call_of(call.model, call.arrived_ns / 1e9, trace) as generation:
             owner = caller.identity
             call, request = await message.run(partial(_read, template, call, *sizes))
@@ -146,17 +145,17 @@ class Generations:
                 complete = partial(self._complete, call.model, answers)
                 unmerged = Unmerged() if apart else None
                 told = GeneratedAnswers(live, answers, complete, unmerged, self._metrics, sink)
-                with Timed(counting, answers, live):
-                    if call.request_id:
-                        with self._known(owner, call.request_id, live):
-                            await told.forward(limit)
-                    else:
-                        await told.forward(limit)
+                with Timed(counting, answers, live), self._known(owner, call.request_id, live):
+                    await told.forward(limit)
+
+    def _known(
+        self, owner: Identity, name: str, running: LiveRequest | BlsLoop
+    ) -> AbstractContextManager[None]:
+        """Lets stops reach a request by the client's name, if it has one."""
+        return self._named_so((owner.name, name), running) if name else nullcontext()
 
     @contextmanager
-    def _known(self, owner: Identity, name: str, running: LiveRequest | BlsLoop) -> Iterator[None]:
-        """Lets stops reach a request by the client's name."""
-        key = owner.name, name
+    def _named_so(self, key: RequestKey, running: LiveRequest | BlsLoop) -> Iterator[None]:
         self._named[key] = running
         try:
             yield
@@ -196,7 +195,7 @@ class Generations:
             partial(Timed, counting, answers),
         )
         limit = TimeLimit(call.timeout_seconds)
-        with self._known(owner, name, loop) if name else nullcontext():
+        with self._known(owner, name, loop):
             async with aclosing(loop):
                 while (waiting := await limit.keep(loop.next_entries())) is not None:
                     answers.see(waiting)

@@ -93,7 +93,7 @@ class InputTensor:
 
     def row(self, index: int) -> Any:
         """The elements of a row of the batch."""
-        size = math.prod(self.shape[1:])
+        size = self.row_length
         return self.elements[index * size : (index + 1) * size]
 
     def scalar(self, row: int) -> Any:
