@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from cli.commands import running, running_stack, trtmesh
+from cli.bench.runs import HEADER
+from cli.bench.runs import answer as known
+from cli.commands import running_stack, trtmesh
 from e2e.mesh import DEMO
+from trtmesh.cli.app import app
+from trtmesh.tools.bench import measuring
 from trtmesh.tools.bench.find import repeated
-from trtmesh.tools.bench.record import Plan, Prompt
+from trtmesh.tools.bench.record import Load, Plan, Prompt, Run, RunEnd
 from trtmesh.tools.bench.run_file import read_runs
+from typer.testing import CliRunner
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +56,25 @@ def test_the_highest_rate_is_found_and_its_runs_are_reported(router: str, tmp_pa
     assert "poisson, 60/s" in page.read_text()
 
 
-def test_interrupt_reports_the_rates_so_far(router: str, tmp_path: Path) -> None:
+def test_interrupt_reports_the_rates_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured(_setup: object, load: Load, plans: Sequence[Plan], _watch: object) -> Run:
+        if load.rate != 50:
+            raise asyncio.CancelledError
+        answers = tuple(known(number, [0.1, 0.2]) for number in range(len(plans)))
+        return Run(replace(HEADER, load=load), answers, RunEnd(1.0))
+
+    monkeypatch.setattr(measuring, "measure", measured)
     page = tmp_path / "page.html"
-    with running(
-        *("bench", "find", f"grpc://{router}", "--no-echo", "--seconds", "0.1", "--requests", "8"),
-        *("--input-tokens", "4", "--output-tokens", "2", "--slo", "e2e:600000"),
-        *("--tokenizer", str(DEMO), "--start", "50", "--highest", "10000", "--html", str(page)),
-    ) as command:
-        command.wait_until(lambda: "good" in "".join(command.err), "a rate")
-        command.signal(signal.SIGINT)
-        assert command.wait() == 130
-    assert "requests/s hold" in "".join(command.out)
-    assert "it was given up" in "".join(command.out)
+    asked = ("--requests", "8", "--slo", "e2e:600000", "--html", str(page))
+    rates = ("--start", "50", "--highest", "10000", "--seconds", "0.1")
+    ended = CliRunner().invoke(
+        app, ["bench", "find", "grpc://127.0.0.1:1", "--tokenizer", str(DEMO), *asked, *rates]
+    )
+    assert ended.exit_code == 130, ended.output
+    assert "50 requests/s hold" in ended.stdout
+    assert "it was given up" in ended.stdout
     assert "poisson, 50/s" in page.read_text()
 
 

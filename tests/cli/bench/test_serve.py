@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from cli.bench.runs import HEADER
 from cli.bench.runs import answer as known
 from cli.commands import Stack, running, running_stack, trtmesh
 from e2e.mesh import DEMO
+from trtmesh.chassis.errors import Unavailable
+from trtmesh.cli.app import app
+from trtmesh.tools.bench import serving
 from trtmesh.tools.bench.echo import ClientTooSlow, check_client
 from trtmesh.tools.bench.measuring import server_count
 from trtmesh.tools.bench.record import Answer, AnswerOutcome, Load, Run, RunEnd
@@ -24,6 +29,7 @@ from trtmesh.tools.bench.run_file import read_runs
 from trtmesh.tools.bench.serving import report
 from trtmesh.tools.bench.targets.target import Connecting, Url
 from trtmesh.tools.bench.workloads.words import load_tokenizer
+from typer.testing import CliRunner
 
 WORKLOAD = (
     *("--requests", "10", "--input-tokens", "5..40", "--output-tokens", "1..8"),
@@ -182,59 +188,50 @@ def test_interrupt_reports_the_answers_so_far(
     assert "TTFT" in "".join(command.out)
 
 
-def test_interrupt_before_the_run_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["of the echo", "of the first token"])
+def test_interrupt_before_the_run_leaves_nothing(moment: str, tmp_path: Path) -> None:
     # What listens never answers, so that the run waits for its first token.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"openai://127.0.0.1:{silent.getsockname()[1]}"
         own = ("--tokenizer", str(DEMO), "--model", "demo", "--record", str(tmp_path / "record"))
-        with running("bench", "serve", target, *own) as command:
-            connection, _ = silent.accept()
-            with connection:
-                command.signal(signal.SIGINT)
-                assert command.wait() == 130
-                assert command.left_nothing()
+        echo = () if moment == "of the echo" else ("--no-echo",)
+        with running("bench", "serve", target, *own, *echo) as command, ExitStack() as held:
+            if echo:
+                connection, _ = silent.accept()
+                held.enter_context(connection)
+            else:
+                while not command.descendants():
+                    assert command.popen.poll() is None
+            command.signal(signal.SIGINT)
+            assert command.wait() == 130
+            assert command.left_nothing()
         assert "Traceback" not in "".join(command.err)
 
 
-def test_interrupt_in_a_sweep_reports_the_runs_before(stack: Stack, tmp_path: Path) -> None:
-    record, page = tmp_path / "record.jsonl", tmp_path / "page.html"
-    target = f"grpc://{stack.wait_ready()}"
-    short = ("--requests", "3", "--output-tokens", "2", "--input-tokens", "8")
-    # The next run begins with an echo, before it sends.
-    with running(
-        *("bench", "serve", target, *short, "--tokenizer", str(DEMO), "--concurrency", "1,2,3"),
-        *("--record", str(record), "--html", str(page)),
-    ) as command:
-        command.wait_until(lambda: _ends(record) >= 1, "the end of a run")
-        command.signal(signal.SIGINT)
-        assert command.wait() == 130
-        assert command.left_nothing()
-    assert "closed, 1 at a time: 3 sent = 3 ok" in "".join(command.err)
-    assert "closed, 3 at a time" not in "".join(command.err)
-    assert "TTFT" in "".join(command.out)
+@pytest.mark.parametrize(
+    ("end", "status"), [(asyncio.CancelledError(), 130), (Unavailable("it has left"), 1)]
+)
+def test_end_between_two_runs_leaves_the_first(
+    end: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, or a server that leaves."""
+
+    async def measured(_setup: object, load: Load, *_: object) -> Run:
+        if load.concurrency != 1:
+            raise end
+        return Run(replace(HEADER, load=load), (known(0, [0.1, 0.2]),), RunEnd(1.0))
+
+    monkeypatch.setattr(serving, "measure", measured)
+    page = tmp_path / "page.html"
+    own = ("--tokenizer", str(DEMO), "--requests", "1", "--html", str(page))
+    asked = ["bench", "serve", "grpc://127.0.0.1:1", *own, "--concurrency", "1,2,3"]
+    command = CliRunner().invoke(app, asked)
+    assert command.exit_code == status, command.output
+    assert "closed, 1 at a time: 1 sent = 1 ok" in command.stderr
+    assert ("it has left; what was measured before follows" in command.stderr) == (status == 1)
+    assert "closed, 3 at a time" not in command.stderr
+    assert "TTFT" in command.stdout
     assert "closed, 1 at a time" in page.read_text()
-
-
-def test_a_server_that_leaves_between_two_runs_leaves_the_first(tmp_path: Path) -> None:
-    record = tmp_path / "record.jsonl"
-    short = ("--requests", "3", "--output-tokens", "2", "--input-tokens", "8")
-    with running_stack("--port", "0") as own:
-        target = f"grpc://{own.wait_ready()}"
-        with running(
-            *("bench", "serve", target, *short, "--tokenizer", str(DEMO), "--concurrency", "1,2"),
-            *("--record", str(record)),
-        ) as command:
-            command.wait_until(lambda: _ends(record) >= 1, "the end of a run")
-            own.signal(signal.SIGKILL)
-            assert command.wait() == 1
-    told = "".join(command.err)
-    assert "what was measured before follows" in told
-    assert "closed, 1 at a time: 3 sent = 3 ok" in told
-    assert "TTFT" in "".join(command.out)
-
-
-def _ends(record: Path) -> int:
-    return record.read_bytes().count(b'"kind":"end"') if record.exists() else 0
 
 
 def _answers(record: Path) -> int:
