@@ -10,11 +10,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from cli.commands import EXECUTED, Stack, running_stack, trtmesh
-from e2e.mesh import DEMO
+from e2e.mesh import DEMO, eventually
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.cli.stacks import RunningStack
 from trtmesh.cli.tables import role_word
@@ -175,11 +176,27 @@ def test_serve_compares_with_the_undisturbed_run(stack: Stack, tmp_path: Path) -
     assert kinds == [[], ["kill"]]
 
 
-async def test_frozen_process_runs_again(found: RunningStack) -> None:
-    async with disturbed(found, "freeze:tokenizer@0+0.5s") as faults:
-        (process,) = (each for each in processes_of(found) if each.service == "tokenizer")
-        await until_stopped(process)
-        assert not faults.made
+async def test_frozen_process_runs_again(
+    found: RunningStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[tuple[str, int]] = []
+
+    def noted(name: str) -> Any:
+        own = getattr(psutil.Process, name)
+
+        def call(process: psutil.Process) -> None:
+            signals.append((name, process.pid))
+            own(process)
+
+        return call
+
+    for name in ("suspend", "resume"):
+        monkeypatch.setattr(psutil.Process, name, noted(name))
+    (process,) = (each for each in processes_of(found) if each.service == "tokenizer")
+    async with disturbed(found, "freeze:tokenizer@0+0.1s") as faults:
+        pass
+    pid = process.process.pid
+    assert signals == [("suspend", pid), ("resume", pid)]
     assert not is_stopped(process)
     assert [(each.target, each.error) for each in faults.made] == [("tokenizer", "")]
 
@@ -193,23 +210,36 @@ async def until_ready(found: RunningStack) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_drained_and_changed_workers_are_as_before(found: RunningStack) -> None:
-    await until_ready(found)
-    async with (
-        AdminClient(found.admin) as admin,
-        disturbed(found, "drain:engine-0@0+0.5s", "role:engine-1=decode@0+0.5s") as faults,
-    ):
-        seen = set()
-        while len(faults.made) < 2:
-            for each in (await admin.list_workers()).workers:
-                seen.add((each.worker, each.state, role_word(each)))
-            await asyncio.sleep(0.02)
-    assert [each.error for each in faults.made] == ["", ""]
-    assert {each[1] for each in seen if each[0] == "engine-0"} >= {WORKER_STATE_DRAINING}
-    assert {each[2] for each in seen if each[0] == "engine-1"} >= {"mixed", "decode"}
+async def states(found: RunningStack) -> dict[str, tuple[int, str]]:
+    """The state and the role of each engine."""
     async with AdminClient(found.admin) as admin:
         workers = (await admin.list_workers()).workers
-    assert {(each.state, role_word(each)) for each in workers} == {(WORKER_STATE_READY, "mixed")}
+    return {each.worker: (each.state, role_word(each)) for each in workers}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error"), [(0.1, ""), (600, "the run ended before its end")], ids=["over", "cut"]
+)
+async def test_drained_and_changed_workers_are_as_before(
+    found: RunningStack, seconds: float, error: str
+) -> None:
+    await until_ready(found)
+    texts = (f"drain:engine-0@0+{seconds}s", f"role:engine-1=decode@0+{seconds}s")
+    with suppress(asyncio.CancelledError):
+        async with disturbed(found, *texts) as faults:
+            if error:
+                changed = {
+                    "engine-0": (WORKER_STATE_DRAINING, "mixed"),
+                    "engine-1": (WORKER_STATE_READY, "decode"),
+                }
+
+                async def is_changed() -> bool:
+                    return await states(found) == changed
+
+                await eventually(is_changed)
+                raise asyncio.CancelledError
+    assert [each.error for each in faults.made] == [error] * 2
+    assert await states(found) == dict.fromkeys(ENGINES, (WORKER_STATE_READY, "mixed"))
 
 
 async def test_end_of_a_run_undoes_its_faults(found: RunningStack) -> None:

@@ -43,6 +43,12 @@ own_age_seconds_count 9
 """
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow moment of the machine fails no reading."""
+    monkeypatch.setattr(server_metrics, "READ_SECONDS", 60.0)
+
+
 @asynccontextmanager
 async def serving(*answers: web.Response) -> AsyncIterator[tuple[str, asyncio.Semaphore]]:
     """Serves these in turn, the last one again; the semaphore counts the requests."""
