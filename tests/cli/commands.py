@@ -17,12 +17,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import grpc
 import psutil
 from fork_server import MARK
 from forks import ForkServer, fork_server, start_module
 from process_constants import parted
 from processes import CONVERTERS, ON_ONE_HOST, ONE_PROCESS, server_of
 from trtmesh.cli.lazy import LazyCommand
+from trtmesh.v1 import router_admin_pb2 as pb
+from trtmesh.v1 import router_admin_pb2_grpc
 
 TRTMESH = str(Path(sys.executable).with_name("trtmesh"))
 
@@ -50,6 +53,9 @@ FREE_PORTS = (
     *("--http-port", "0", "--metrics-port", "0"),
 )
 """Flags of a stack on free ports."""
+
+PATIENT = {f"TRTMESH_ROUTER_DEADLINES_{name}_SECONDS": "60" for name in ("SILENCE", "STEP_GAP")}
+"""Variables of every stack: a slow moment of the machine neither moves items nor excludes an engine."""
 
 T = TypeVar("T")
 
@@ -96,6 +102,21 @@ def start_command(
         text=True,
         **files,
     )
+
+
+BEFORE_CONVERSIONS = """
+import os, sys
+if any(".convert-" in each for each in sys.argv):
+    # Its standard input ends with the command.
+    os.read(0, 1)
+"""
+
+
+def held_conversions(folder: Path) -> dict[str, str]:
+    """Variables of a command that converts: the process that it starts waits before its imports, for good."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BEFORE_CONVERSIONS)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 def run_program(
@@ -254,13 +275,27 @@ def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator
         stack.end()
 
 
+def live_requests(admin: str) -> int:
+    """The number of live requests of a router."""
+    with grpc.insecure_channel(admin) as channel:
+        ask = router_admin_pb2_grpc.RouterAdminServiceStub(channel).ListRequests
+        return int(ask(pb.ListRequestsRequest(limit=1), wait_for_ready=True).live_requests)
+
+
+def until_idle(admin: str) -> None:
+    """Waits until a router has no live requests: it may notice the end of a client later than the client itself."""
+    while live_requests(admin):
+        time.sleep(0.01)
+
+
 def _start(
     arguments: tuple[str, ...], env: Mapping[str, str] | None
 ) -> tuple[subprocess.Popen[str], str]:
     mark = uuid.uuid4().hex
     # Stacks of other tests are not those of this user.
     apart = str(Path(os.environ["XDG_RUNTIME_DIR"]) / mark)
-    given = {**os.environ, **ON_ONE_HOST, "XDG_RUNTIME_DIR": apart, **(env or {}), MARK: mark}
+    own = {"XDG_RUNTIME_DIR": apart, **(env or {}), MARK: mark}
+    given = {**os.environ, **ON_ONE_HOST, **PATIENT, **own}
     return start_command(*arguments, env=given), mark
 
 

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
-import grpc
 import pytest
-from cli.commands import Stack, running_stack
-from trtmesh.v1 import router_admin_pb2 as pb
-from trtmesh.v1 import router_admin_pb2_grpc
+from cli.commands import Stack, running_stack, until_idle
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +16,8 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture
 def idle_stack(stack: Stack) -> Stack:
-    """The stack without live requests: a router may notice the end of a client after the test."""
-    with grpc.insecure_channel(stack.admin) as channel:
-        ask = router_admin_pb2_grpc.RouterAdminServiceStub(channel).ListRequests
-        while ask(pb.ListRequestsRequest(limit=1), wait_for_ready=True).live_requests:
-            time.sleep(0.01)
+    """The stack without live requests of earlier tests."""
+    until_idle(stack.admin)
     return stack
 
 

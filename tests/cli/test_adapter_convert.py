@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from cli.commands import TRTMESH, trtmesh
+from cli.commands import held_conversions, running, trtmesh
 from e2e.mesh import DEMO
 from engine.adapters.test_arrays import same
 from trtmesh.chassis.adapter_content import FILE_NAMES
@@ -70,14 +70,14 @@ def test_unusable_adapter_is_one_error_and_leaves_nothing(tmp_path: Path) -> Non
 
 
 def test_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
-    """The conversion still imports PyTorch when its directory appears."""
-    target = tmp_path / "arrays"
-    process = subprocess.Popen([TRTMESH, "adapters", "convert", str(ADAPTER), str(target)])
-    while not (target.is_dir() and any(target.iterdir())):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
+    target, env = tmp_path / "arrays", held_conversions(tmp_path / "starts")
+    with running("adapters", "convert", str(ADAPTER), str(target), env=env) as command:
+        while not (target.is_dir() and any(target.iterdir())):
+            assert command.popen.poll() is None
+            time.sleep(0.01)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        assert command.left_nothing()
     assert not target.exists()
 
 

@@ -22,6 +22,7 @@ from cli.commands import (
     running_stack,
     start_command,
     trtmesh,
+    until_idle,
 )
 from processes import service_process
 
@@ -127,6 +128,7 @@ def test_watch_prints_drain_resume_add_and_remove(router: str, admin: str) -> No
             soon = trtmesh("workers", "drain", "engine-1", "--by", "soon", "--admin", admin)
             assert soon.returncode == 2
             assert "no time such as 20s" in soon.stderr
+        until_idle(admin)
         resumed = trtmesh("workers", "resume", "engine-1", "--admin", admin)
         planned = trtmesh("workers", "rebalance", "--dry-run", "--admin", admin)
         assert planned.stdout.splitlines()[-1] == "0 moves, planned"

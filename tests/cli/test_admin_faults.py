@@ -66,8 +66,10 @@ async def test_no_command_hangs_on_a_frozen_router() -> None:
         for command, result in (await run_all(router.admin_address, "--timeout", "0.5")).items():
             assert result.returncode == 1, command
             (line,) = result.stderr.splitlines()
-            assert "DEADLINE_EXCEEDED" in line, command
-            assert f"{router.admin_address} gave no answer for 0.5 s" in line, command
+            # The answer is late, or the greeting of the connection before it.
+            assert line.startswith("trtmesh: error: "), command
+            assert router.admin_address in line, command
+            assert "it is frozen, " in line, command
 
 
 class ScriptedAdmin(router_admin_pb2_grpc.RouterAdminServiceServicer):
@@ -164,10 +166,10 @@ async def test_workers_are_added_drained_resumed_and_removed() -> None:
 
 async def test_watch_ends_with_ctrl_c() -> None:
     async with scripted() as (admin, address):
-        with running("workers", "watch", "--admin", address, "--json", "--timeout", "3") as watch:
+        with running("workers", "watch", "--admin", address, "--json", "--timeout", "10") as watch:
             await asyncio.to_thread(watch.wait_for, "WORKER_STATE_READY")
-            # No change for longer than the timeout, but the router answers: the command continues.
-            for _ in range(3):
+            # No change for as long as the timeout, but the router answers: the command continues.
+            for _ in range(2):
                 await admin.probes.acquire()
             assert watch.popen.poll() is None
             watch.signal(signal.SIGINT)
@@ -180,11 +182,11 @@ async def test_watch_ends_with_ctrl_c() -> None:
 
 async def test_watching_outlasts_a_stuck_router() -> None:
     async with scripted() as (admin, address):
-        with running("workers", "watch", "--admin", address, "--timeout", "3") as watch:
+        with running("workers", "watch", "--admin", address, "--timeout", "6") as watch:
             await asyncio.to_thread(watch.wait_for, "ready")
             admin.frozen.set()
             told = await asyncio.to_thread(watch.wait_for, "the router is lost")
-            assert "gave no answer for 3 s" in told
+            assert "gave no answer for 6 s" in told
             admin.frozen.clear()
             await asyncio.to_thread(watch.wait_for, "the router is back")
 

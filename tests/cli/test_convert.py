@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.commands import TRTMESH, trtmesh
-from engine.torch.harness import configure, running
+from cli.commands import held_conversions, running, trtmesh
+from engine.torch.harness import configure
+from engine.torch.harness import running as running_engine
 from engine.torch.model.pickled import GPT2, UNUSABLE, old_layout, sharded, tied
 from oracle.tiny_models import build
 from safetensors.torch import load_file
@@ -74,7 +75,7 @@ async def test_converted_models_generate_the_same_tokens(
     ]
     tokens = []
     for model in (original, directory, shards):
-        async with running(model) as engine:
+        async with running_engine(model) as engine:
             tokens += await engine.run([[5, 6, 7]], configure(max_tokens=24, ignore_end_id=True))
     assert len(tokens[0]) == 24
     assert tokens == tokens[:1] * 3
@@ -145,16 +146,17 @@ def test_full_disk_is_one_error(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_conversion_leaves_nothing(
-    directory: Path, weights: dict[str, Tensor], number: signal.Signals
+    directory: Path, weights: dict[str, Tensor], tmp_path: Path, number: signal.Signals
 ) -> None:
-    """The conversion still imports PyTorch when its directory appears."""
     torch.save(weights, directory / GPT2)
-    process = subprocess.Popen([TRTMESH, "convert", str(directory)])
-    while not made(directory):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    assert process.wait() == 130
+    env = held_conversions(tmp_path / "starts")
+    with running("convert", str(directory), env=env) as command:
+        while not made(directory):
+            assert command.popen.poll() is None
+            time.sleep(0.01)
+        command.signal(number)
+        assert command.wait() == 130
+        assert command.left_nothing()
     assert made(directory) == []
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from certificates import Authority, KeyPair
 from cli.commands import trtmesh
-from e2e.mesh import DEMO, SIMULATED, Mesh, eventually, running_mesh
+from e2e.mesh import DEMO, PATIENT, SIMULATED, Mesh, eventually, running_mesh
 from processes import ServiceProcess, service_process
 from router.scripted import ScriptedEngine, serving_engine
 from trtmesh.chassis.process_facts import unix_ms
@@ -401,7 +401,7 @@ def test_healthy_configuration_of_a_stack_has_no_finding(tmp_path: Path) -> None
 
 
 async def test_healthy_mesh_has_no_finding() -> None:
-    async with running_mesh(engines=2) as mesh:
+    async with running_mesh(engines=2, router_flags=PATIENT) as mesh:
         report = await asyncio.to_thread(doctor, "--admin", mesh.router.admin_address)
         assert (report.status, report.findings) == (0, [])
         plain = await asyncio.to_thread(trtmesh, "doctor", "--admin", mesh.router.admin_address)
@@ -412,7 +412,7 @@ async def test_name_of_a_service_that_is_not_started_is_a_note_while_others_serv
     async def start(mesh: Mesh) -> None:
         await asyncio.gather(mesh.start_tokenizer(), mesh.start_engine(*SIMULATED))
         named = f"{mesh.engines[0].address},{UNKNOWN_HOST}:9101"
-        await mesh.start_router("--engines", named)
+        await mesh.start_router("--engines", named, *PATIENT)
         await mesh.ready(1, 1)
 
     async with running_mesh(start=start) as mesh:

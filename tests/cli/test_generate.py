@@ -8,14 +8,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli.commands import TRTMESH, read_until_closed, running, start_command, trtmesh
+from cli.commands import (
+    TRTMESH,
+    read_until_closed,
+    running,
+    start_command,
+    trtmesh,
+    until_idle,
+)
 from trtmesh.cli.guides import GuideOptions
 from trtmesh.client import GuideType
-
-
-def live_requests(admin: str) -> int:
-    answer = json.loads(trtmesh("status", "--admin", admin, "--json").stdout)
-    return int(answer["live_requests"])
 
 
 def test_lines_of_several_prompts_have_tags(router: str) -> None:
@@ -140,8 +142,7 @@ def test_interrupt_exits_with_130_and_stops_the_request(router: str, admin: str)
         command.signal(signal.SIGINT)
         assert command.wait() == 130
         assert "Traceback" not in "".join(command.err)
-    while live_requests(admin):
-        pass
+    until_idle(admin)
 
 
 def test_refused_request_is_one_line_and_status_1(router: str) -> None:

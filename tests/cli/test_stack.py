@@ -55,7 +55,7 @@ async def test_start_waits_until_the_router_knows_every_worker() -> None:
     router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(admin, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    settings = MeshSettings(start_seconds=2)
+    settings = MeshSettings(start_seconds=10)
     stack = Stack(settings, Plan(settings, None), lambda _name, _line: None)
     router = Child(ProcessPlan("router-0", "router", (), ports={}), lambda _name, _line: None)
     router.bound = Addresses(admin_address=f"127.0.0.1:{port}")

@@ -7,8 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cli.commands import running, trtmesh
-from cli.test_generate import live_requests
+from cli.commands import live_requests, running, trtmesh, until_idle
 
 LONG = ("--max-tokens", "30000", "--input", "end_id=-1")
 
@@ -76,7 +75,7 @@ def test_stop_keeps_the_output(router: str, admin: str) -> None:
     flags = (*LONG, "--stop-after-ms", "300", "--model", "tensorrt_llm_bls")
     text, whole = "\n".join(texts(router, *flags, "one")), native(router, "one", 40)
     assert text[: len(whole)] == whole[: len(text)]
-    assert live_requests(admin) == 0
+    until_idle(admin)
 
 
 def test_stopping_several_requests_of_ids(router: str, admin: str) -> None:
@@ -84,7 +83,7 @@ def test_stopping_several_requests_of_ids(router: str, admin: str) -> None:
     told = {line.split(" [")[0] for line in texts(router, *LONG, *flags)}
     names = ("output_ids", "sequence_length")
     assert told <= {f"[{request}] {name}" for request in (0, 1) for name in names}
-    assert live_requests(admin) == 0
+    until_idle(admin)
 
 
 def test_finished_request_is_not_stopped(router: str) -> None:
@@ -98,8 +97,7 @@ def test_ctrl_c_ends_the_request(router: str, admin: str) -> None:
         command.signal(signal.SIGINT)
         assert command.wait() == 130
         assert "Traceback" not in "".join(command.err)
-    while live_requests(admin):
-        pass
+    until_idle(admin)
 
 
 def test_texts_for_a_model_of_ids_are_encoded_by_the_server(router: str) -> None:
@@ -150,8 +148,7 @@ def test_cancelled_call_keeps_the_output(router: str, admin: str) -> None:
     flags = (*LONG, "--stop-after-ms", "300", "--stop-via-request-cancel")
     text, whole = "\n".join(texts(router, *flags, "one")), native(router, "one", 40)
     assert text[: len(whole)] == whole[: len(text)]
-    while live_requests(admin):
-        pass
+    until_idle(admin)
 
 
 @pytest.mark.parametrize("compression", ["gzip", "deflate"])
