@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 from chaos.tiny_adapters import tiny_adapter
-from e2e.mesh import Mesh, eventually, running_mesh, scrape
+from e2e.mesh import PATIENT, Mesh, eventually, running_mesh, scrape
 from oracle import tiny_models
 from process_constants import constants
 from processes import ServiceProcess
@@ -154,7 +154,7 @@ async def workers(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator
     model = ("--model-dir", str(folder))
     async with (
         AsyncExitStack() as stack,
-        running_mesh(engine_flags=(*TORCH, *model), model_dir=folder) as mesh,
+        running_mesh(engine_flags=(*TORCH, *model), router_flags=PATIENT, model_dir=folder) as mesh,
     ):
         pairs = await asyncio.gather(*(start_pair(mesh, stack, form, model) for form in forms))
         content = tiny_adapter(3, 8).content

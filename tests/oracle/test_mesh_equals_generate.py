@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.mesh import DEMO_DRAFT, Mesh, decode, running_mesh, tokenizer_of
+from e2e.mesh import DEMO_DRAFT, PATIENT, Mesh, decode, running_mesh, tokenizer_of
 from oracle import tiny_models
 from transformers import PreTrainedModel
 from trtmesh.client import FinishReason, ItemResult
@@ -37,7 +37,10 @@ async def serving(folder: Path, engines: int = 1) -> AsyncIterator[Mesh]:
         *("--model-dir", str(folder), "--torch-dtype", "float32", "--torch-threads", "1"),
         *("--torch-kv-cache-tokens", "4096"),
     )
-    async with running_mesh(engines=engines, engine_flags=flags, model_dir=folder) as mesh:
+    started = running_mesh(
+        engines=engines, engine_flags=flags, router_flags=PATIENT, model_dir=folder
+    )
+    async with started as mesh:
         yield mesh
 
 

@@ -94,7 +94,8 @@ class TestWholeHandoffs:
 
     async def test_running_sequence_is_handed_over(self) -> None:
         expected = await oracle(max_tokens=50)
-        async with pair({"step_ms": 5}) as both:
+        # Steps last longer than a command travels.
+        async with pair({"step_ms": 200}) as both:
             sender_lease, receiver_lease = lease(), lease()
             sender, receiver = both.sender.stream, both.receiver.stream
             await both.reserve(receiver_lease, tokens=160)

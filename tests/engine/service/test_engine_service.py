@@ -73,11 +73,13 @@ def metrics_of(process: ServiceProcess) -> dict[str, float]:
 
 
 async def test_drain_refuses_new_items_and_finishes_running_items() -> None:
-    async with service_process("engine", *SIMULATED, "--simulated-timing-step-ms", "5") as process:
+    # The item runs for longer than the process takes to be told.
+    slow = ("--simulated-timing-step-ms", "200")
+    async with service_process("engine", *SIMULATED, *slow) as process:
         await until_health(process.address, SERVING)
         # Without acknowledgements: a write into an ending stream would hide the status.
         async with router_stream(process.address, credit=1000, acknowledging=False) as stream:
-            await stream.send(submit(1, 400))
+            await stream.send(submit(1, 50))
             await stream.until(lambda: stream.steps)
             process.signal(signal.SIGTERM)
             await stream.until(lambda: stream.loads and stream.loads[-1].draining)
@@ -86,7 +88,7 @@ async def test_drain_refuses_new_items_and_finishes_running_items() -> None:
             assert refused is not None
             assert refused.error.reason == "DRAINING"
             finished = await stream.end(1)
-            assert len(finished.token_ids) == 400
+            assert len(finished.token_ids) == 50
             assert finished.end
             assert finished.end.reason == pb.FINISH_REASON_LENGTH
             failure = await stream.failure()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from engine_streams import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import Draining, InvalidField, SlowClient
@@ -256,7 +257,7 @@ async def test_load_goes_with_a_step_but_for_news(monkeypatch: pytest.MonkeyPatc
         outbox.put_step(StepPart(3, [7], [2], [1], [1]))
         await asyncio.sleep(0)
         outbox.put_load(epb.Load(draining=True))
-        await asyncio.sleep(0.1)
+        await eventually(lambda: len(told.messages) > 1)
         assert told.messages == [["step"], ["load"]]
         outbox.finish(FAREWELL)
 

@@ -77,8 +77,8 @@ async def test_an_idle_worker_notices_that_the_library_died(release: str) -> Non
 
 async def test_a_frozen_library_is_given_up(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_STAND_IN_FREEZE_AFTER", "12")
-    monkeypatch.setattr(STUCK, 1.0)
     lab = await started()
+    monkeypatch.setattr(STUCK, 1.0)
     keys = lab.submit(PROMPT, config_of(ENDLESS))
     (outcome,) = await lab.ended(keys)
     assert outcome.end is not None
@@ -105,8 +105,8 @@ async def test_a_frozen_library_is_given_up_while_clients_give_up(
 ) -> None:
     """What the worker does itself is no step of the library."""
     monkeypatch.setenv("TRTLLM_STAND_IN_FREEZE_AFTER", "12")
-    monkeypatch.setattr(STUCK, 2.0)
     lab = await started()
+    monkeypatch.setattr(STUCK, 2.0)
     async with asyncio.timeout(SECONDS):
         keys: list[int] = []
         while not lab.failure.done():

@@ -60,7 +60,7 @@ async def test_an_engine_whose_library_dies_exits_and_its_items_move(
         await asyncio.gather(
             mesh.start_tokenizer(), site.engine(mesh, DIE_AFTER="100"), site.engine(mesh)
         )
-        await mesh.start_router("--placement-policy", "round_robin")
+        await mesh.start_router(*PATIENT, "--placement-policy", "round_robin")
         await mesh.ready(2, 1)
 
     async with running_mesh(start=start) as mesh:

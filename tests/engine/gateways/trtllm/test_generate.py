@@ -400,7 +400,7 @@ async def test_the_end_of_a_call_stops_its_sequences(how: str) -> None:
             async with stub_of(engine.address) as other:
                 await first_item(recording, other.Generate(request()))
         else:
-            call = stub.Generate(request(), timeout=0.5 if how == "deadline" else None)
+            call = stub.Generate(request(), timeout=10 if how == "deadline" else None)
             await first_item(recording, call)
             if how == "cancel":
                 call.cancel()

@@ -137,7 +137,6 @@ async def test_killed_sender_is_read_to_the_end_and_unmapped(
 async def test_frozen_sender_is_unusable_unless_it_is_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_files, "_TIMEOUT_SECONDS", 0.3)
     memory = memory_of(BLOCKS, BLOCK_BYTES)
     async with (
         running_sender("shared_memory", 3, BLOCKS, BLOCK_BYTES) as sender,
@@ -148,6 +147,7 @@ async def test_frozen_sender_is_unusable_unless_it_is_mapped(
         await sender.freeze()
         await source.read([WHOLE])
         assert (memory.memory(0).rows == known_bytes(3, BLOCKS, BLOCK_BYTES)).all()
+        monkeypatch.setattr(pool_files, "_TIMEOUT_SECONDS", 0.3)
         with pytest.raises(TransportUnusable, match="TimeoutError"):
             await other.open(sender.offer)
 

@@ -10,18 +10,18 @@ from e2e.mesh import DEMO, PATIENT, Mesh, check_beginning, running_mesh
 from engine.torch.parallel.followers import followers
 
 TOKENS = 60
-LONGEST = 1900
-"""More than are computed before the rank is killed, within the model's positions."""
+POSITIONS = 2048
+"""Of the demo model."""
 PROMPTS = [[300 + number, 40, 50, 60] for number in range(4)]
 
 
 async def check_killed_rank_moves_items(
-    ranks: str, single: str, *flags: str, model: Path = DEMO
+    ranks: str, single: str, *flags: str, model: Path = DEMO, positions: int = POSITIONS
 ) -> None:
     """Serves a model with the demo model's tokenizer by a worker on the devices `ranks` and one on the device
-    `single`."""
+    `single`. More tokens than are computed before the rank is killed fit in the positions."""
     given = ("--model-dir", str(model), "--model", "demo")
-    shared = (*given, "--torch-kv-cache-tokens", "8192", *flags)
+    shared = (*given, "--torch-kv-cache-tokens", str(len(PROMPTS) * positions), *flags)
 
     async def start(mesh: Mesh) -> None:
         await asyncio.gather(
@@ -35,7 +35,8 @@ async def check_killed_rank_moves_items(
     async with running_mesh(start=start) as mesh:
         (parallel,) = [each for each in mesh.engines if followers(each.pid)]
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
-        reader = mesh.open(PROMPTS, max_tokens=LONGEST, ignore_end_id=True)
+        longest = positions - 2 * TOKENS
+        reader = mesh.open(PROMPTS, max_tokens=longest, ignore_end_id=True)
         await reader.until(lambda r: all(r.tokens(index) > 3 for index in range(len(PROMPTS))))
         (rank,) = followers(parallel.pid)
         # Meant for all processes of a terminal or a container; the first rank ends the others.

@@ -19,6 +19,7 @@ from engine.torch.parallel.moving import check_killed_rank_moves_items
 from oracle import tiny_models
 from processes import service_process
 from trtmesh.chassis.errors import BackendFailed, StartupError, WorkerLost
+from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.torch import backend
 from trtmesh.engine.backends.torch.parallel import ranks
 from trtmesh.engine.backends.torch.parallel.group import RankGroup
@@ -27,6 +28,8 @@ from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
 LONG = configure(max_tokens=400, ignore_end_id=True)
+POSITIONS = 16384
+"""Tokens of a minute."""
 
 
 def parallel(model: Path) -> tuple[str, ...]:
@@ -89,13 +92,16 @@ async def test_nothing_read_after_a_loss_is_delivered(
     losses: list[Exception] = []
     monkeypatch.setattr(Ranks, "loss", property(lambda _: losses[0] if losses else None))
     async with running(llama, device="cpu,cpu") as engine:
-        (key,) = engine.submit([5, 6, 7], LONG)
-        await engine.until(lambda: engine.streams[key].token_ids)
-        with engine.gate.held():
-            losses.append(BackendFailed("rank 1 has ended"))
-            delivered = list(engine.streams[key].token_ids)
+
+        def lose(output: StepOutput) -> None:
+            """On the engine's thread, which reads nothing meanwhile."""
+            if output.token_ids:
+                losses.append(BackendFailed("rank 1 has ended"))
+
+        engine.on_output = lose
+        engine.submit([5, 6, 7], LONG)
         (stream,) = await engine.ended()
-        assert stream.token_ids == delivered
+        assert len(stream.token_ids) == len(losses) == 1
         assert stream.end
         assert isinstance(stream.end.error, WorkerLost)
 
@@ -150,11 +156,13 @@ async def test_a_frozen_rank_is_killed_at_the_end(llama: Path) -> None:
 
 
 async def test_a_killed_rank_moves_the_items_of_its_worker(tmp_path: Path) -> None:
-    model = tiny_models.build(tmp_path, vocab_size=DEMO_VOCABULARY, max_position_embeddings=2048)
+    model = tiny_models.build(
+        tmp_path, vocab_size=DEMO_VOCABULARY, max_position_embeddings=POSITIONS
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, model)
     given = ("cpu,cpu", "cpu", "--torch-threads", "1")
-    await check_killed_rank_moves_items(*given, model=model)
+    await check_killed_rank_moves_items(*given, model=model, positions=POSITIONS)
 
 
 # Ranks of processes are executed and import PyTorch. Above, those of this process end in order.
@@ -240,5 +248,6 @@ def test_a_rank_whose_connections_fail_first_is_the_cause(
         raise RuntimeError("Connection reset by peer")
 
     monkeypatch.setattr(ranks, "RankGroup", fail)
+    monkeypatch.setattr(ranks, "CAUSE_SECONDS", 60.0)
     with pytest.raises(StartupError, match=r"rank 1 on cpu .* was killed by SIGKILL"):
         Ranks(["cpu", "cpu"], llama, TorchSettings())
