@@ -59,6 +59,7 @@ class Workers:
     engines: dict[str, RunningEngine]
     proxies: dict[str, Proxy]
     """Proxies between the router, or another worker, and each worker."""
+    _backends: Sequence[SimulatedBackend]
     _asked: list[asyncio.Task[Any]] = field(default_factory=list)
 
     def ask(self, *prompts: Any, **options: Any) -> asyncio.Task[Sequence[ItemResult]]:
@@ -73,6 +74,12 @@ class Workers:
         for asked in self._asked:
             asked.cancel()
         await asyncio.gather(*self._asked, return_exceptions=True)
+
+    def set_pace(self, step_ms: float) -> None:
+        """Has all workers' steps take so long, from the next one on."""
+        for backend in self._backends:
+            timing = backend._settings.timing.model_copy(update={"step_ms": step_ms})
+            backend._settings = backend._settings.model_copy(update={"timing": timing})
 
     def load(self, name: str) -> epb.Load:
         """The load of a worker now."""
@@ -135,14 +142,14 @@ async def workers(
     their own settings of the backend."""
     backend = merged(merged(SIMULATED, simulated), BY_STATE if by_state else {})
     async with AsyncExitStack() as stack:
-        engines, proxies = {}, {}
+        engines, proxies, backends = {}, {}, []
         for number, role in enumerate(roles):
             name = f"{role}-{number}"
+            own = SimulatedSettings.model_validate(merged(backend, of_worker.get(name, {})))
+            backends.append(SimulatedBackend(own))
             engines[name] = await stack.enter_async_context(
                 serving(
-                    SimulatedBackend(
-                        SimulatedSettings.model_validate(merged(backend, of_worker.get(name, {})))
-                    ),
+                    backends[-1],
                     worker=name,
                     role=role,
                     load_interval_seconds=0.02,
@@ -156,7 +163,7 @@ async def workers(
             serving_router(addresses, tokenizers, **merged(CALM, settings or {}))
         )
         await until_states(client, [READY] * len(engines), [READY] * len(tokenizers))
-        found = Workers(client, engines, proxies)
+        found = Workers(client, engines, proxies, backends)
         try:
             yield found
         finally:

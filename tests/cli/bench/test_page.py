@@ -22,7 +22,7 @@ from trtmesh.tools.bench.measures import MEASURES
 from trtmesh.tools.bench.record import Load, Run
 from trtmesh.tools.bench.reports import plots
 from trtmesh.tools.bench.reports.page import as_html, templates, timeline
-from trtmesh.tools.bench.reports.plots import Band, Plot, Series, cumulative
+from trtmesh.tools.bench.reports.plots import Band, Plot, Scale, Series, cumulative
 from trtmesh.tools.bench.reports.tables import number
 from trtmesh.tools.bench.slo import parse_slos
 
@@ -188,6 +188,16 @@ def test_any_points_and_texts_are_drawn_inside_the_image(
         assert 0 <= float(circle.attrib["cy"]) <= 300
     for path in root.findall(".//path"):
         assert not re.search("nan|inf", path.attrib["d"])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [(4000, 5084, [4000, 4500, 5000]), (1, 1000, [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])],
+)
+def test_a_logarithmic_axis_has_marks_however_narrow(
+    low: float, high: float, marks: list[float]
+) -> None:
+    assert [*Scale(low, high, 0, 100, is_log=True).ticks()] == pytest.approx(marks)
 
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=300))

@@ -26,6 +26,8 @@ SMALL_POOL: dict[str, Any] = {
     "timing": {"step_ms": 20.0},
 }
 TOKENS = 150
+SLOW_MS = 100.0
+"""With these steps no stream ends before its move does."""
 
 
 async def learned(on: Workers) -> None:
@@ -60,19 +62,21 @@ async def tokens_of(asked: list[asyncio.Task[Any]]) -> list[Any]:
 
 
 async def planned(on: Workers, *, dry_run: bool) -> Sequence[admin_pb.StreamMove]:
-    """The moves of a plan, once the pool is so full that some pay."""
+    """The moves of a plan, once the pool is so full that some pay. Slows the streams down then."""
+    admin = on.client.admin
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
-            if moves := (await on.client.admin.rebalance_workers(dry_run=dry_run)).moves:
-                return moves
+            if moves := (await admin.rebalance_workers(dry_run=True)).moves:
+                on.set_pace(SLOW_MS)
+                return moves if dry_run else (await admin.rebalance_workers()).moves
             await asyncio.sleep(0.05)
 
 
-async def moved_or_over(on: Workers, moves: Sequence[admin_pb.StreamMove]) -> None:
-    """Waits for the end of moves: on a busy machine a stream may end before its own does."""
+async def all_moved(on: Workers, moves: Sequence[admin_pb.StreamMove]) -> None:
+    """Waits for the end of moves whose streams are slow."""
     await eventually(lambda: on.handoffs(cause="rebalance") == len(moves))
-    moved = on.handoffs(cause="rebalance", result="moved")
-    assert 0 < moved == on.moved(cause="rebalance")
+    assert on.handoffs(cause="rebalance", result="moved") == len(moves)
+    assert on.moved(cause="rebalance") == len(moves)
 
 
 async def undisturbed(prompts: Sequence[Any] = PROMPTS, **options: Any) -> list[Any]:
@@ -97,13 +101,14 @@ async def test_full_pool_is_evened_out_once_and_a_dry_run_only_tells(whole: list
         moves = (await on.client.admin.rebalance_workers()).moves
         assert moves
         assert all(move.began for move in moves)
-        await moved_or_over(on, moves)
+        await all_moved(on, moves)
         assert on.load(second).computed_prompt_tokens < 32 * len(moves)
         again = (await on.client.admin.rebalance_workers()).moves
         moved = {move.request_id for move in moves}
         assert not [move for move in again if move.request_id in moved]
         explained = await on.client.admin.explain(moves[0].request_id)
         assert [each.cause for each in explained.placements] == ["first", "rebalance"]
+        on.set_pace(0)
         assert await tokens_of(asked) == whole
         await on.quiet()
 
@@ -127,9 +132,10 @@ async def test_sequences_of_an_item_move_with_their_prompt_once(
         moves = await planned(on, dry_run=False)
         assert {*Counter(move.request_id for move in moves).values()} == {2}
         assert {move.sequence_index for move in moves} == {0, 1}
-        await moved_or_over(on, moves)
+        await all_moved(on, moves)
         # The second finds the prompt of the first at the receiver.
         assert present == [0, len(prompts[0])] * (len(moves) // 2)
+        on.set_pace(0)
         assert await tokens_of(asked) == await undisturbed(prompts, **options)
         await on.quiet()
 
@@ -151,6 +157,7 @@ async def test_no_stream_moves_to_a_worker_that_would_end_it_earlier(
             assert (await on.client.admin.drain_worker(first, **limit)).moved_sequences == STREAMS
         # What is left at the end of the time moves without its KV.
         await eventually(lambda: on.moved() >= 1)
+        on.set_pace(0)
         assert await tokens_of(asked) == whole
         assert on.load(second).generated_tokens == before
         await on.quiet()
@@ -231,20 +238,24 @@ async def test_router_moves_streams_by_itself_where_configured() -> None:
 
 async def test_room_is_made_for_a_long_prompt(whole: list[Any]) -> None:
     settings = {"placement": {"policy": "round_robin"}}
-    async with workers("mixed", "mixed", settings=settings, **SMALL_POOL) as on:
+    # A worker keeps blocks for all tokens of its own streams, and needs some for another one.
+    pool = SMALL_POOL | {"kv_cache": {"total_blocks": 384, "tokens_per_block": BLOCK}}
+    async with workers("mixed", "mixed", settings=settings, **pool) as on:
         await learned(on)
         assert not (await on.client.admin.rebalance_workers(room_tokens=100)).moves
         asked = [on.ask(prompt, max_tokens=TOKENS) for prompt in PROMPTS * 2]
         await eventually(lambda: all(on.load(n).running_sequences == STREAMS for n in on.engines))
         await eventually(lambda: all(on.load(n).generated_tokens > 160 for n in on.engines))
+        on.set_pace(SLOW_MS)
         # More than either has free, and less than it would have without a few streams.
         tokens = BLOCK * (max(on.load(name).free_blocks for name in on.engines) + 16)
         moves = (await on.client.admin.rebalance_workers(room_tokens=tokens)).moves
         assert moves
         assert len({(move.sender, move.receiver) for move in moves}) == 1
         assert all(move.began for move in moves)
-        await moved_or_over(on, moves)
+        await all_moved(on, moves)
         assert not (await on.client.admin.rebalance_workers(room_tokens=2**20)).moves
+        on.set_pace(0)
         assert await tokens_of(asked) == 2 * whole
         await on.quiet()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from trtmesh.engine.backends.torch.drafts.lengths import (
     MOST_DRAFTS,
+    PAID_BACK,
     PLAIN_EVERY,
     RETRY_STEPS,
     AdaptiveLengths,
@@ -109,6 +110,17 @@ def test_trials_of_a_large_batch_cost_little_in_any_hundred_steps(rate: float) -
     for _ in range(8):
         gains.append(play(lengths, 64, rate, 1.5 / 64, steps=100, wait=0.7, told=0.6)[0])
     assert min(gains[1:]) > 0.97
+
+
+def test_trial_waits_until_plain_steps_have_paid_for_the_one_before() -> None:
+    lengths, trials, lost = AdaptiveLengths(), list[int](), 2.0
+    for step in range(1000):
+        (drafts,) = lengths.choose(1, [0.02], [MOST_DRAFTS])
+        lengths.measured(StepTime(1, drafts, 0, 1.0 + lost * (drafts > 0), is_ahead=False))
+        if drafts:
+            trials.append(step)
+    first, second, *_ = trials
+    assert second - first > lost / PAID_BACK
 
 
 @pairs(rows=[1, 4, 16, 64], shares=[(0.33, 0.6), (0.1, 0.5), (0.02, 0.98)], cost=[0.3, 0.45, 0.8])

@@ -53,10 +53,14 @@ class Scale:
         return self.start + (at - low) / (high - low) * (self.end - self.start)
 
     def ticks(self) -> Sequence[float]:
-        if not self.is_log:
-            step = _step((self.high - self.low) / TICKS)
-            first = math.ceil(self.low / step - 1e-9)
-            return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        marks = self._decades() if self.is_log else []
+        if len(marks) > 1:
+            return marks
+        step = _step((self.high - self.low) / TICKS)
+        first = math.ceil(self.low / step - 1e-9)
+        return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+    def _decades(self) -> Sequence[float]:
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         digits = (1, 2, 5) if len(decades) <= 4 else (1,)
         marks = [digit * 10.0**decade for decade in decades for digit in digits]
