@@ -172,12 +172,12 @@ async def lose(
         await reader.cancel()
     check_beginning(items, whole)
     # Kernels round differently in another batch.
-    assert log_probs_of(items) == pytest.approx(log_probs_of(whole), abs=1e-2)
+    assert log_probs_of(items, TOKENS) == pytest.approx(log_probs_of(whole, TOKENS), abs=1e-2)
     await fragile.mend(*[victim] * (fault == "kill"))
     return reader.worst_gap_seconds()
 
 
-def log_probs_of(items: Sequence[ItemResult]) -> list[float]:
+def log_probs_of(items: Sequence[ItemResult], tokens: int) -> list[float]:
     """The log-probabilities of the first tokens of every sequence."""
     return [
         value
@@ -188,8 +188,17 @@ def log_probs_of(items: Sequence[ItemResult]) -> list[float]:
             for chunk in sequence.chunks
             if chunk.details is not None
             for value in chunk.details.log_probs
-        ][:TOKENS]
+        ][:tokens]
     ]
+
+
+def check_log_probs(items: Sequence[ItemResult], whole: Sequence[ItemResult], tokens: int) -> None:
+    """Checks the log-probabilities of the first tokens of stopped items to the bit, and the sums of all."""
+    assert log_probs_of(items, tokens) == log_probs_of(whole, tokens)
+    for sequence in (sequence for item in items for sequence in item.sequences):
+        assert sequence.finished
+        told = [p for chunk in sequence.chunks if chunk.details for p in chunk.details.log_probs]
+        assert sequence.finished.cumulative_log_prob == pytest.approx(sum(told))
 
 
 async def undisturbed(fragile: Fragile, **options: Any) -> Sequence[ItemResult]:
