@@ -35,6 +35,18 @@ backend._info = lambda settings: replace(described(settings), computation={"devi
 """
 """A worker that tells of another device."""
 
+PACED = """
+import time
+import torch
+
+def wait(module, positional):
+    if isinstance(module, torch.nn.Embedding):
+        time.sleep({seconds})
+
+torch.nn.modules.module.register_module_forward_pre_hook(wait)
+"""
+"""No fault: steps of a real model last, and cost nothing, so that no stream ends before a test wants it to."""
+
 TORCH_FAULT = """
 import os
 import torch

@@ -65,6 +65,9 @@ SIMULATED = (
 )
 """Engine flags: simulates the demo model."""
 
+LASTING = (*SIMULATED, "--simulated-timing-step-ms", "20")
+"""Engine flags: the longest streams last minutes, and few tokens outlast what a test does meanwhile."""
+
 WIDE_TOKENS = (
     "--simulated-vocabulary-first-token-id",
     "8",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from compat.plain_http import PlainHttp
-from e2e.mesh import INSIDE, SIMULATED, Mesh, eventually, running_mesh
+from e2e.mesh import ENDLESS, INSIDE, PATIENT, SIMULATED, Mesh, eventually, running_mesh
 from router.adapters.contents_of import content
 from trtmesh.chassis.errors import AdapterNotFound
 from trtmesh.client import AdminClient, Client
@@ -73,24 +73,26 @@ async def test_adapter_is_a_model_of_its_base_for_openais_clients() -> None:
 
 
 async def test_stream_keeps_its_version_while_new_requests_get_the_new_one() -> None:
-    async with running_mesh(tokenizers=0, engines=2, engine_flags=ENGINES) as mesh:
+    async with running_mesh(
+        tokenizers=0, engines=2, engine_flags=ENGINES, router_flags=PATIENT
+    ) as mesh:
         await add(mesh, "a", b"old")
-        old = await tokens(mesh.client, "a", 400)
-        reader = mesh.open(PROMPT, text=False, max_tokens=400, seed=3, adapter="a")
+        reader = mesh.open(PROMPT, text=False, max_tokens=ENDLESS, seed=3, adapter="a")
         await reader.tokens_here(10)
         await add(mesh, "a", b"new")
         new = await tokens(mesh.client, "a")
-        assert new != old[: len(new)]
         # The worker with the stream dies; the other one gets the old version.
         (request,) = (await mesh.admin.list_requests()).requests
         addresses = {each.worker: each.address for each in (await mesh.status()).workers}
         engines = {engine.address: engine for engine in mesh.engines}
         killed = engines[addresses[request.items[0].worker]]
         killed.signal(signal.SIGKILL)
-        (item,) = await reader.result()
+        (item,) = await reader.stopped_at(reader.tokens() + 100)
         assert item.error is None
-        assert item.token_ids == old
-        assert await tokens(mesh.client, "a") == new
+        assert await tokens(mesh.client, "a") == new != item.token_ids[: len(new)]
+        # The first content again is the old version.
+        await add(mesh, "a", b"old")
+        assert await tokens(mesh.client, "a", len(item.token_ids)) == item.token_ids
         await mesh.idle()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e.corruption import CONDITIONS, OTHER_DEVICE, SIMULATED_FAULT, corrupted
-from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, samples_of, scrape
+from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh, samples_of, scrape
 from router.adapters.contents_of import content
 from trtmesh.tools.auditing.receipt_file import read_receipts
 from trtmesh.v1 import receipt_pb2 as receipt_pb
@@ -52,7 +52,7 @@ async def canary_mesh(
         await asyncio.gather(*starts)
         handoffs = ("--handoff-enabled", "always" if fault == "checksum" else "auto")
         await mesh.start_router(
-            *("--canary-share", str(share), "--placement-policy", "round_robin"),
+            *(*PATIENT, "--canary-share", str(share), "--placement-policy", "round_robin"),
             *("--receipts-file", str(folder / "receipts.jsonl"), *handoffs),
         )
         await mesh.ready(len(names), 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from e2e.mesh import DEMO, Mesh, running_mesh, scrape
+from e2e.mesh import DEMO, ENDLESS, Mesh, check_beginning, running_mesh, scrape
 from processes import run_to_exit
 from tokenizer.tokenizers_zoo import byte_level_bpe, ids_of, save_model_dir
 from tokenizers import decoders
@@ -129,15 +129,16 @@ async def test_lost_service_beside_it_loses_nothing(services: Mesh, config: Path
         await mesh.ready(1, 2)
 
     async with running_mesh(start=start) as mesh:
-        options: dict[str, Any] = {"max_tokens": 400, "ignore_end_id": True, "seed": 3}
+        options: dict[str, Any] = {"ignore_end_id": True, "seed": 3}
         prompts = [f"prompt {n}" for n in range(8)]
-        reader = mesh.open(prompts, **options)
-        await reader.tokens_here(10)
+        expected = await services.client.complete(prompts, max_tokens=100, **options)
+        reader = mesh.open(prompts, max_tokens=ENDLESS, **options)
+        await reader.until(lambda r: all(r.tokens(index) > 10 for index in range(len(prompts))))
         by_place = {t.address: t.sequences for t in (await mesh.status()).tokenizers}
         assert all(by_place.values()), by_place
         mesh.tokenizers[0].signal(signal.SIGKILL)
-        items = await reader.result()
-        assert contents(items) == contents(await services.client.complete(prompts, **options))
+        known = max(map(reader.tokens, range(len(prompts))))
+        check_beginning(await reader.stopped_at(known + 100), expected)
 
 
 async def test_drain_ends_running_streams_first(services: Mesh, config: Path) -> None:

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from compat.plain_http import PlainHttp
-from e2e.mesh import SIMULATED, Mesh, eventually, page_of, running_mesh, samples_in
+from e2e.mesh import LASTING, SIMULATED, Mesh, eventually, page_of, running_mesh, samples_in
 from e2e.test_adapters import add
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
@@ -118,10 +118,10 @@ DOORS = (
 async def test_pages_under_load_keep_the_contract() -> None:
     """All doors are used; every sample is of the table, and Prometheus' own check finds nothing in names of ours."""
     async with (
-        running_mesh(router_flags=("--http-port", "0")) as mesh,
+        running_mesh(engine_flags=LASTING, router_flags=("--http-port", "0")) as mesh,
         PlainHttp(mesh.router.http_address) as http,
     ):
-        running = mesh.open(["while others come"], max_tokens=5_000)
+        running = mesh.open(["while others come"], max_tokens=20_000)
         await running.tokens_here(1)
         await mesh.client.complete(["one two"], max_tokens=4)
         statuses = [(await http.post(path, body)).status for path, body in DOORS]

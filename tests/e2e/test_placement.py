@@ -65,12 +65,13 @@ async def test_equal_prefixes_meet_on_the_worker_that_holds_them(mesh: Mesh) -> 
 
 
 async def test_two_routers_of_the_same_workers_agree(mesh: Mesh, other: ServiceProcess) -> None:
+    index = "trtmesh_router_kv_index_blocks"
+    before = (await scrape(mesh.router))[index]
     homes = [worker_of(await place(mesh.client, prompt(p, 0))) for p in range(10, 16)]
 
     async def agree() -> bool:
-        first, second = await scrape(mesh.router), await scrape(other)
-        known = first["trtmesh_router_kv_index_blocks"]
-        return known > 0 and known == second["trtmesh_router_kv_index_blocks"]
+        known = (await scrape(mesh.router))[index]
+        return known >= before + 6 * 4 and known == (await scrape(other))[index]
 
     await eventually(agree)
     async with Client(other.address) as client:

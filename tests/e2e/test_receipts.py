@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 import pytest_asyncio
 from cli.commands import trtmesh
-from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh
+from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh
 from google.protobuf import json_format
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.receipts import Key, digest, of_sequence, prompt_digest, serialized
@@ -42,9 +42,10 @@ async def mesh(folder: Path) -> AsyncIterator[Mesh]:
     flags = (
         *("--receipts-file", str(folder / "receipts.jsonl"), "--receipts-requests", "true"),
         *("--receipts-key-file", str(folder / "key")),
+        *PATIENT,
     )
-    # Few tokens outlast a worker's death.
-    slow = (*SIMULATED, "--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05")
+    # Few tokens outlast a worker's death, and all are made again.
+    slow = (*SIMULATED, "--simulated-timing-step-ms", "50", "--load-interval-seconds", "0.05")
     async with running_mesh(engines=3, engine_flags=slow, router_flags=flags) as mesh:
         yield mesh
 
@@ -77,8 +78,13 @@ async def test_tokens_are_made_again_after_deaths_and_stops(mesh: Mesh, folder: 
         temperature=0.7,
         num_return_sequences=2,
     )
-    await reader.tokens_here(20)
-    mesh.engines[0].signal(signal.SIGKILL)
+
+    await reader.until(lambda r: all(len(r.positions(index)) == 2 for index in range(5)))
+    started = reader.items[0].started
+    assert started
+    addresses = {each.worker: each.address for each in (await mesh.status()).workers}
+    (killed,) = [e for e in mesh.engines if e.address == addresses[started.worker]]
+    killed.signal(signal.SIGKILL)
     await mesh.client.stop("moved", [4])
     items = await reader.result()
     receipts = await filed(folder, "moved", 5)
@@ -196,7 +202,7 @@ async def test_what_cannot_be_compared_says_why(mesh: Mesh, folder: Path) -> Non
 
 
 async def test_item_that_no_worker_took_and_clients_that_leave(mesh: Mesh, folder: Path) -> None:
-    reader = mesh.open(["seven"], request_id="left", max_tokens=500)
+    reader = mesh.open(["seven"], request_id="left", max_tokens=100)
     await reader.tokens_here(3)
     await reader.cancel()
     (kept,) = await filed(folder, "left", 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from e2e.mesh import ENDLESS, PATIENT, SIMULATED, Mesh, check_beginning, running_mesh, scrape
+from e2e.mesh import ENDLESS, LASTING, PATIENT, Mesh, check_beginning, running_mesh, scrape
 
 PROMPTS = [f"item {number}" for number in range(8)]
-TOKENS = 150
+TOKENS = 50
 NAMES = ("one", "two")
 LEAD_SECONDS = 1.5
 """Engines that join together are equally old."""
@@ -16,7 +16,7 @@ LEAD_SECONDS = 1.5
 async def start(mesh: Mesh) -> None:
     await mesh.start_tokenizer()
     for name in NAMES:
-        await mesh.start_engine(*SIMULATED, "--worker", name)
+        await mesh.start_engine(*LASTING, "--worker", name)
     await mesh.start_router(*PATIENT, "--placement-policy", "round_robin")
     await mesh.ready(workers=2, tokenizers=1)
 
@@ -27,7 +27,7 @@ async def test_every_stream_moves_once() -> None:
         reader = mesh.open(PROMPTS, max_tokens=ENDLESS, ignore_end_id=True)
         await reader.until(lambda r: all(r.tokens(index) > 5 for index in range(len(PROMPTS))))
         await asyncio.sleep(LEAD_SECONDS)
-        spare = await mesh.start_engine(*SIMULATED, "--worker", "spare")
+        spare = await mesh.start_engine(*LASTING, "--worker", "spare")
         await mesh.admin.add_worker(spare.address)
         for number, name in enumerate(NAMES):
             await mesh.ready(workers=3)
@@ -36,7 +36,7 @@ async def test_every_stream_moves_once() -> None:
             old = mesh.engines[number]
             assert await old.stop() == 0
             port = int(old.address.rpartition(":")[2])
-            await mesh.start_engine(*SIMULATED, "--worker", name, port=port)
+            await mesh.start_engine(*LASTING, "--worker", name, port=port)
             await mesh.admin.resume_worker(name)
         samples = await scrape(mesh.router)
         assert samples["trtmesh_router_moved_sequences_total"] == len(PROMPTS)

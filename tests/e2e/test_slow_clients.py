@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh, scrape
+from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh, scrape
 from process_constants import constants
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
@@ -75,7 +75,7 @@ def tokens_of(events: list[router_pb2.GenerateEvent]) -> tuple[dict[int, list[in
 async def test_slow_client_is_paused_and_delays_no_other(
     limit: tuple[str, ...],
 ) -> None:
-    flags = (*limit, *constants(client_unread_seconds=3600))
+    flags = (*PATIENT, *limit, *constants(client_unread_seconds=3600))
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         prompts = [f"normal {number}" for number in range(32)]
         expected = await mesh.client.complete(prompts, max_tokens=50)
@@ -131,7 +131,7 @@ async def test_paused_request_can_be_stopped() -> None:
 
 async def test_paused_sequence_returns_to_its_kv() -> None:
     """A single sequence: its KV waits on a worker, and moves to another if that one drains meanwhile."""
-    flags = constants(client_unread_seconds=3600, buffer_tokens=2000)
+    flags = (*PATIENT, *constants(client_unread_seconds=3600, buffer_tokens=2000))
     async with running_mesh(engines=2, engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         async with slow_call(mesh, sequences=1) as fast:
             whole = await read_all(fast)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from certificates import Authority
+from e2e.corruption import PACED, corrupted
 from e2e.mesh import (
     DEMO,
     DEMO_VOCABULARY,
@@ -50,8 +51,11 @@ PROMPT: Sequence[int] = TOKENIZER.encode("def fibonacci(n):").ids
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def torch_engine() -> AsyncIterator[ServiceProcess]:
-    async with started(*TORCH) as engine:
+async def torch_engine(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[ServiceProcess]:
+    paced = corrupted(tmp_path_factory.mktemp("paced"), PACED.format(seconds=0.005))
+    async with started(*TORCH, env=paced) as engine:
         yield engine
 
 
@@ -62,10 +66,12 @@ async def simulated_engine() -> AsyncIterator[ServiceProcess]:
 
 
 @asynccontextmanager
-async def started(*flags: str) -> AsyncIterator[ServiceProcess]:
+async def started(
+    *flags: str, env: Mapping[str, str] | None = None
+) -> AsyncIterator[ServiceProcess]:
     """An engine whose service says that it is healthy."""
     async with (
-        service_process("engine", *flags, *OFFERED) as engine,
+        service_process("engine", *flags, *OFFERED, env=env) as engine,
         stub_of(engine.address) as stub,
     ):
         await eventually(partial(is_well, stub))
