@@ -126,7 +126,7 @@ async def test_deadline_ends_both_halves(stage: str) -> None:
     slow = {"prefill-0": SLOW_PREFILL} if stage == "prefilling" else {"decode-1": SLOW_TRANSFER}
     async with workers("prefill", "decode", by_state=True, of_worker=slow) as on:
         with suppress(DeadlineExceeded):
-            (item,) = await on.ask(PROMPT, timeout_seconds=2)
+            (item,) = await on.ask(PROMPT, timeout_seconds=6)
             assert item.reason == FinishReason.CANCELLED
         await on.quiet()
         assert leases(on, "prefill-0")["sent"] == (1, 0, 1, 0)
