@@ -14,7 +14,7 @@ import torch
 from chaos.fragile import Fragile, fragile_mesh
 from chaos.steady_streams import Ask, steady_streams
 from chaos.tiny_adapters import HIDDEN, Oracle, TinyAdapter, save_adapter, tiny_adapter
-from e2e.mesh import eventually
+from e2e.mesh import PATIENT, eventually
 from engine_streams import router_stream
 from oracle import tiny_models
 from process_constants import constants
@@ -64,7 +64,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         *constants(max_adapter_bytes=MOST_BYTES),
     )
     router = (
-        *("--adapters-roots", str(root), *constants(max_adapter_bytes=2 * MOST_BYTES)),
+        *(*PATIENT, "--adapters-roots", str(root), *constants(max_adapter_bytes=2 * MOST_BYTES)),
         # Nothing stays in memory: every delivery reads the files again.
         *(
             "--adapters-directory",

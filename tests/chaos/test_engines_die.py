@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,13 +38,13 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 
 
 @asynccontextmanager
-async def two_engines(backend: Backend) -> AsyncIterator[Mesh]:
-    """Two named engines, and their router with a tokenizer inside."""
+async def two_engines(backend: Backend, *flags: str) -> AsyncIterator[Mesh]:
+    """Two named engines, and their router with flags and a tokenizer inside."""
 
     async def start(mesh: Mesh) -> None:
         starts = (backend.start(mesh, "--worker", name) for name in ENGINES)
         await asyncio.gather(*starts)
-        await mesh.start_router("--placement-policy", "round_robin", env=INSIDE)
+        await mesh.start_router("--placement-policy", "round_robin", *flags, env=INSIDE)
         await mesh.ready(workers=2, tokenizers=1)
 
     async with running_mesh(start=start) as mesh:
@@ -64,42 +65,56 @@ async def one_engine(backend: Backend, *flags: str) -> AsyncIterator[Mesh]:
 
 
 async def opened(mesh: Mesh) -> StreamReader:
-    """Opens an endless request with items on both engines."""
+    """Opens an endless request."""
     reader = mesh.open(PROMPTS, max_tokens=ENDLESS, ignore_end_id=True)
     await reader.until(lambda r: all(r.tokens(index) > 10 for index in range(len(PROMPTS))))
-    assert {workers_of(item) for item in reader.items} == set(ENGINES)
     return reader
 
 
-def workers_of(item: ItemResult) -> str:
+def items_of(reader: StreamReader) -> Counter[str]:
+    """The number of items that each engine began."""
+    return Counter(worker_of(item) for item in reader.items)
+
+
+async def both_serve(mesh: Mesh, *names: str) -> bool:
+    """Whether both engines begin some of the next items: on a busy machine one may be late with a report."""
+    items = await mesh.client.complete(PROMPTS, max_tokens=4)
+    return {worker_of(item) for item in items} == set(names)
+
+
+def worker_of(item: ItemResult) -> str:
     assert item.started
     return item.started.worker
 
 
-async def check_moved(mesh: Mesh, reader: StreamReader, expected: Sequence[ItemResult]) -> None:
+async def check_moved(
+    mesh: Mesh, reader: StreamReader, items: int, expected: Sequence[ItemResult]
+) -> None:
     """Checks the migration of every item of the lost engine, and the output."""
-    await mesh.counted("moved_sequences", len(PROMPTS) / len(ENGINES))
-    check_beginning(await reader.stopped_at(TOKENS), expected)
+    await mesh.counted("moved_sequences", items)
+    here = max(reader.tokens(index) for index in range(len(PROMPTS)))
+    check_beginning(await reader.stopped_at(max(TOKENS, here + 5)), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 async def test_killed_engine_moves_its_items_and_rejoins_after_a_restart(backend: Backend) -> None:
-    async with two_engines(backend) as mesh:
+    async with two_engines(backend, *PATIENT) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
+        assert items_of(reader) == dict.fromkeys(ENGINES, len(PROMPTS) / 2)
         killed = mesh.engines[0]
         killed.signal(signal.SIGKILL)
-        await check_moved(mesh, reader, expected)
+        await check_moved(mesh, reader, len(PROMPTS) // 2, expected)
         print(f"worst stall after a kill: {reader.worst_gap_seconds() * 1000:.0f} ms")
         await mesh.only_ready(ENGINES[1])
         alone = await mesh.client.complete(PROMPTS, max_tokens=4)
-        assert {workers_of(item) for item in alone} == {ENGINES[1]}
+        assert {worker_of(item) for item in alone} == {ENGINES[1]}
         await killed.wait()
         port = int(killed.address.rpartition(":")[2])
         await backend.start(mesh, "--worker", "engine-again", port=port)
         await mesh.only_ready("engine-again", ENGINES[1])
         both = await mesh.client.complete(PROMPTS, max_tokens=4)
-        assert {workers_of(item) for item in both} == {"engine-again", ENGINES[1]}
+        assert {worker_of(item) for item in both} == {"engine-again", ENGINES[1]}
         await mesh.idle()
 
 
@@ -107,13 +122,15 @@ async def test_frozen_engine_moves_its_items_and_rejoins_when_it_thaws(backend: 
     async with two_engines(backend) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
-        mesh.engines[1].signal(signal.SIGSTOP)
-        await check_moved(mesh, reader, expected)
+        # On a busy machine an engine may have all of them.
+        ((name, items),) = items_of(reader).most_common(1)
+        frozen = mesh.engines[ENGINES.index(name)]
+        frozen.signal(signal.SIGSTOP)
+        await check_moved(mesh, reader, items, expected)
         print(f"worst stall after a freeze: {reader.worst_gap_seconds() * 1000:.0f} ms")
-        mesh.engines[1].signal(signal.SIGCONT)
+        frozen.signal(signal.SIGCONT)
         await mesh.only_ready(*ENGINES)
-        both = await mesh.client.complete(PROMPTS, max_tokens=4)
-        assert {workers_of(item) for item in both} == set(ENGINES)
+        await eventually(lambda: both_serve(mesh, *ENGINES))
         await mesh.idle()
 
 
@@ -163,7 +180,7 @@ async def test_killed_only_engine_resumes_its_items_after_a_restart(backend: Bac
 
 
 async def test_draining_engine_finishes_its_items_and_gets_no_more(backend: Backend) -> None:
-    async with two_engines(backend) as mesh:
+    async with two_engines(backend, *PATIENT) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
         mesh.engines[0].signal(signal.SIGTERM)
@@ -173,5 +190,5 @@ async def test_draining_engine_finishes_its_items_and_gets_no_more(backend: Back
         check_beginning(await reader.stopped_at(max(TOKENS, here + 10)), expected)
         assert await mesh.engines[0].wait() == 0
         alone = await mesh.client.complete(PROMPTS, max_tokens=4)
-        assert {workers_of(item) for item in alone} == {ENGINES[1]}
+        assert {worker_of(item) for item in alone} == {ENGINES[1]}
         await mesh.idle()

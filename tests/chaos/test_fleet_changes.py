@@ -87,7 +87,7 @@ async def test_admin_drains_resumes_removes_and_adds_workers_under_streams() -> 
 
 
 async def test_drain_reports_sequences_that_no_worker_accepts() -> None:
-    async with running_mesh() as mesh:
+    async with running_mesh(router_flags=PATIENT) as mesh:
         name = (await mesh.status()).workers[0].worker
         reader = mesh.open(["alone"], max_tokens=ENDLESS)
         await reader.tokens_here(5)

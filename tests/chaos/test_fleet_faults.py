@@ -33,8 +33,8 @@ OPTIONS: dict[str, Any] = {"max_tokens": TOKENS, "ignore_end_id": True, "text": 
 SMALL = (
     *(*SIMULATED, "--simulated-limits-max-batch-size", str(BATCH)),
     *("--simulated-limits-max-queue-size", "0"),
-    # Few tokens take as long as some drains.
-    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    # Few tokens take as long as some drains, the first of them in a slow moment included.
+    *("--simulated-timing-step-ms", "48", "--load-interval-seconds", "0.05"),
 )
 
 
@@ -117,7 +117,8 @@ async def test_names_and_drains_lose_no_stream(seed: int, monkeypatch: pytest.Mo
         ) as client:
             await until_states(client, [READY] * ENGINES, [])
             prompts = [[5 + number] for number in range(STREAMS)]
-            expected = [contents(await ask(client, prompt)) for prompt in prompts]
+            items = await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+            expected = [contents(item) for item in items]
             on = Disturbance(names, client, [engine.address for engine in started])
             async with asyncio.TaskGroup() as group:
                 group.create_task(on.disturb_names(random.Random(draw.random())))

@@ -4,11 +4,14 @@ and no wait is longer than the retries allow."""
 from __future__ import annotations
 
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from e2e.mesh import (
     ENDLESS,
+    PATIENT,
     SIMULATED,
     Mesh,
     StreamReader,
@@ -25,18 +28,24 @@ NAMES = ("one", "two")
 
 FULL_AT_TWO = (
     *("--simulated-limits-max-batch-size", "2", "--simulated-limits-max-queue-size", "0"),
-    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "32", "--load-interval-seconds", "0.05"),
 )
 
 
-async def two_small_engines(mesh: Mesh) -> None:
-    for name in NAMES:
-        await mesh.start_engine(*SIMULATED, *FULL_AT_TWO, "--worker", name)
-    await mesh.start_router(
-        *("--placement-policy", "least_loaded", "--retries-worker-wait-seconds", "1"),
-        *("--log-level", "info"),
-    )
-    await mesh.ready(workers=2)
+@asynccontextmanager
+async def two_small_engines(silence_seconds: float = 60.0) -> AsyncIterator[Mesh]:
+    async def start(mesh: Mesh) -> None:
+        for name in NAMES:
+            await mesh.start_engine(*SIMULATED, *FULL_AT_TWO, "--worker", name)
+        await mesh.start_router(
+            *("--placement-policy", "least_loaded", "--retries-worker-wait-seconds", "1"),
+            *("--log-level", "info"),
+            *(*PATIENT, "--deadlines-silence-seconds", str(silence_seconds)),
+        )
+        await mesh.ready(workers=2)
+
+    async with running_mesh(start=start) as mesh:
+        yield mesh
 
 
 async def filled(mesh: Mesh) -> dict[str, list[StreamReader]]:
@@ -62,7 +71,7 @@ async def live(mesh: Mesh, name: str) -> int:
 
 
 async def test_a_drain_leaves_streams_where_they_run_until_another_worker_has_room() -> None:
-    async with running_mesh(start=two_small_engines) as mesh:
+    async with two_small_engines() as mesh:
         readers = await filled(mesh)
         drained = await mesh.admin.drain_worker("one", finish_seconds=0)
         assert (drained.moved_sequences, drained.left_sequences) == (0, 2)
@@ -87,7 +96,8 @@ async def test_a_drain_leaves_streams_where_they_run_until_another_worker_has_ro
 
 
 async def test_streams_of_a_frozen_worker_end_while_the_others_stay_full() -> None:
-    async with running_mesh(start=two_small_engines) as mesh:
+    # The other worker must not count as lost in a slow moment: its streams would have nowhere to go either.
+    async with two_small_engines(silence_seconds=8) as mesh:
         readers = await filled(mesh)
         mesh.engines[0].signal(signal.SIGSTOP)
         for reader in readers["one"]:
@@ -104,7 +114,7 @@ async def test_item_whose_adapter_has_no_slot_beside_a_pinned_one_fails_after_it
     async def one_slot(mesh: Mesh) -> None:
         await mesh.start_engine(*SIMULATED, "--simulated-adapters-slots", "1")
         flags = ("--retries-worker-wait-seconds", "2", "--log-level", "info")
-        await mesh.start_router(*flags)
+        await mesh.start_router(*flags, *PATIENT)
         await mesh.ready(workers=1)
 
     async with running_mesh(start=one_slot) as mesh:

@@ -29,6 +29,11 @@ SLOW = (
     *("--simulated-timing-prefill-tokens-per-step", "8"),
 )
 """A prompt takes more than a second."""
+SLOWER = (
+    *("--simulated-timing-prefill-tokens-per-second", "4"),
+    *("--simulated-timing-prefill-tokens-per-step", "1"),
+)
+"""A prompt takes so long that it is not over when it is stopped."""
 
 BRIEF = constants(handoff_transfer_seconds=1, lease_seconds=1, client_lease_seconds=5)
 
@@ -107,7 +112,7 @@ async def test_first_half_survives_the_death_of_its_worker(mesh: Mesh) -> None:
     await mesh.idle()
 
 
-@pytest.mark.parametrize("mesh", [SLOW], indirect=True)
+@pytest.mark.parametrize("mesh", [SLOWER], indirect=True)
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_client_ends_a_first_half(mesh: Mesh, *, leaves: bool) -> None:
     reader = mesh.open([PROMPT], handoff=CONTEXT_ONLY, request_id="half", **OPTIONS)

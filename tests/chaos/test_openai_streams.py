@@ -7,8 +7,8 @@ import asyncio
 import json
 import signal
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ from aiohttp import (
     SocketTimeoutError,
 )
 from compat.plain_http import PlainHttp
-from e2e.mesh import SMALL, Mesh, eventually, running_mesh
+from e2e.mesh import SMALL, Mesh, eventually, running_mesh, scrape
+from processes import ServiceProcess
 
 TORCH = (*SMALL, "--torch-threads", "1", "--torch-kv-cache-tokens", "8192")
 TALK = [{"role": "user", "content": "A function that loads a file of JSON"}]
@@ -84,35 +85,77 @@ class Told:
             self.bytes[0] += part["type"].encode()
 
 
-async def all_told(
-    http: PlainHttp, streams: Streams, mesh: Mesh | None = None, fault: str = ""
-) -> Any:
-    """What all streams tell, together. With a mesh, its fault is amid them."""
+async def all_told(http: PlainHttp, streams: Streams) -> list[dict[int, bytes]]:
+    """What all streams tell, together."""
+    told = (Told(name, path, body).read(http) for name, (path, body) in streams.items())
+    return await asyncio.gather(*told)
+
+
+ENDLESS = "endless"
+"""Name of a stream that a fault is sure to meet, on a busy machine too."""
+
+
+@asynccontextmanager
+async def endless(http: PlainHttp, begins: Mapping[int, bytes]) -> AsyncIterator[None]:
+    """A stream of texts that runs until it has told more than the block's beginning, and begins as it must."""
+    path, body = streams_of(4000)["texts"]
+    told = Told(ENDLESS, path, body | {"n": len(begins)})
+    reading = asyncio.create_task(told.read(http))
+
+    async def has_told(parts: int) -> bool:
+        assert not reading.done()
+        return told.parts >= parts and all(
+            len(told.bytes[choice]) > len(text) for choice, text in begins.items()
+        )
+
+    try:
+        yield
+        here = told.parts
+        await eventually(lambda: has_told(here + PARTS))
+        for choice, text in begins.items():
+            assert told.bytes[choice].startswith(text.removesuffix(b"length"))
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def told_amid(
+    fault: signal.Signals, mesh: Mesh, http: PlainHttp, streams: Streams, texts: Mapping[int, bytes]
+) -> tuple[list[dict[int, bytes]], Sequence[ServiceProcess]]:
+    """What all streams tell while the fault meets an engine and a tokenizer, and these."""
     told = [Told(name, path, body) for name, (path, body) in streams.items()]
-    async with asyncio.TaskGroup() as group:
+    counts = "moved_sequences", "moved_decodes"
+    async with endless(http, texts), asyncio.TaskGroup() as group:
         reading = [group.create_task(each.read(http)) for each in told]
-
-        if mesh is not None:
-            await eventually(lambda: all_begun(told))
-            await FAULTS[fault](mesh)
-    return [task.result() for task in reading]
-
-
-async def freeze(mesh: Mesh) -> None:
-    for process in (mesh.engines[0], mesh.tokenizers[0]):
-        process.signal(signal.SIGSTOP)
-    await mesh.counted("moved_sequences", 1)
-    await mesh.counted("moved_decodes", 1)
+        await eventually(lambda: all_begun(told))
+        lost = await busy(mesh)
+        before = [await count(mesh, name) for name in counts]
+        for process in lost:
+            process.signal(fault)
+        for name, moved in zip(counts, before, strict=True):
+            await mesh.counted(name, moved + 1)
+    return [task.result() for task in reading], lost
 
 
-async def kill(mesh: Mesh) -> None:
-    for process in (mesh.engines[1], mesh.tokenizers[1]):
-        process.signal(signal.SIGKILL)
-        await process.wait()
+async def busy(mesh: Mesh) -> Sequence[ServiceProcess]:
+    """The engine of the endless stream, and a tokenizer that decodes."""
+    found: list[ServiceProcess] = []
+
+    async def both_are() -> bool:
+        requests = (await mesh.admin.list_requests(ENDLESS)).requests
+        engines = {item.worker for request in requests for item in request.items}
+        decoding = {each.address for each in (await mesh.status()).tokenizers if each.sequences}
+        found[:] = [each for n, each in enumerate(mesh.engines) if f"engine-{n}" in engines]
+        found.extend(each for each in mesh.tokenizers if each.address in decoding)
+        del found[2:]
+        return bool(engines) and bool(decoding)
+
+    await eventually(both_are)
+    return found
 
 
-FAULTS = {"freeze": freeze, "kill": kill}
-"""Of an engine and a tokenizer."""
+async def count(mesh: Mesh, name: str) -> float:
+    return (await scrape(mesh.router)).get(f"trtmesh_router_{name}_total", 0.0)
 
 
 async def test_no_client_notices_a_lost_engine_or_tokenizer() -> None:
@@ -124,17 +167,17 @@ async def test_no_client_notices_a_lost_engine_or_tokenizer() -> None:
         await mesh.ready(workers=2, tokenizers=2)
 
     async with running_mesh(start=start) as mesh, PlainHttp(mesh.router.http_address) as http:
-        streams = streams_of(60)
+        streams = streams_of(40)
         whole = await all_told(http, streams)
         assert [len(told) for told in whole] == [4, 2, 2, 1]
         assert all(told.startswith(b"call_") for told in whole[2].values())
-        assert await all_told(http, streams, mesh, "freeze") == whole
-        for process in (mesh.engines[0], mesh.tokenizers[0]):
-            process.signal(signal.SIGCONT)
-        await mesh.ready(workers=2, tokenizers=2)
-        assert await all_told(http, streams, mesh, "kill") == whole
-        await mesh.counted("moved_sequences", 2)
-        await mesh.counted("moved_decodes", 2)
+        for fault in (signal.SIGSTOP, signal.SIGKILL):
+            told, lost = await told_amid(fault, mesh, http, streams, {0: whole[0][0]})
+            assert told == whole
+            if fault is signal.SIGSTOP:
+                for process in lost:
+                    process.signal(signal.SIGCONT)
+                await mesh.ready(workers=2, tokenizers=2)
         await mesh.idle()
 
 

@@ -44,8 +44,16 @@ async def telling_mesh(mesh: Mesh) -> None:
 async def engine_of(mesh: Mesh, reader: StreamReader) -> ServiceProcess:
     """The engine of the reader's only item."""
     await reader.tokens_here(1)
-    ((item,),) = [request.items for request in (await mesh.admin.list_requests()).requests]
-    return mesh.engines[ENGINES.index(item.worker)]
+    found: list[str] = []
+
+    async def has_worker() -> bool:
+        """It has none while it moves, as after a slow moment of an engine."""
+        ((item,),) = [request.items for request in (await mesh.admin.list_requests()).requests]
+        found[:] = [item.worker]
+        return bool(item.worker)
+
+    await eventually(has_worker)
+    return mesh.engines[ENGINES.index(found[0])]
 
 
 async def test_log_lines_carry_the_request_id() -> None:

@@ -17,6 +17,7 @@ from e2e.mesh import (
     decode,
     eventually,
     running_mesh,
+    scrape,
 )
 from process_constants import constants
 from trtmesh.chassis.errors import NoTokenizer, TokenizerLost
@@ -177,13 +178,15 @@ async def test_frozen_tokenizer_moves_its_encode_jobs() -> None:
 async def test_tokenizers_restarted_in_turn_lose_no_text() -> None:
     async with running_mesh(tokenizers=2, engine_flags=ENGINE) as mesh:
         expected = await undisturbed(mesh)
-        for turn, victim in enumerate((0, 1, 0), 1):
+        for turn in (0, 1, 0):
             readers = await opened(mesh)
-            used = {tokenizer.sequences > 0 for tokenizer in (await mesh.status()).tokenizers}
-            assert used == {True}, "both tokenizers decode"
+            moved = await moved_decodes(mesh)
+            decoding = {each.address for each in (await mesh.status()).tokenizers if each.sequences}
+            # Both do, unless one was late on a busy machine.
+            victim = turn if mesh.tokenizers[turn].address in decoding else 1 - turn
             killed = mesh.tokenizers[victim]
             killed.signal(signal.SIGKILL)
-            await mesh.counted("moved_decodes", turn)
+            await mesh.counted("moved_decodes", moved + 1)
             await killed.wait()
             port = int(killed.address.rpartition(":")[2])
             mesh.tokenizers[victim] = await mesh.start_tokenizer(port=port)
@@ -191,6 +194,10 @@ async def test_tokenizers_restarted_in_turn_lose_no_text() -> None:
             await mesh.ready(workers=1, tokenizers=2)
             await check_going_on(readers, expected)
         await mesh.idle()
+
+
+async def moved_decodes(mesh: Mesh) -> float:
+    return (await scrape(mesh.router)).get("trtmesh_router_moved_decodes_total", 0.0)
 
 
 async def test_requests_can_be_cancelled_without_a_tokenizer() -> None:

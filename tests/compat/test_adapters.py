@@ -15,7 +15,16 @@ from chaos.tiny_adapters import OF_SMALL, TinyAdapter, tiny_adapter
 from compat.plain_http import PlainHttp
 from compat.test_http_client import Http
 from compat.triton import Triton, joined
-from e2e.mesh import SMALL, Mesh, decode, eventually, router_before, running_mesh, tokenizer_of
+from e2e.mesh import (
+    PATIENT,
+    SMALL,
+    Mesh,
+    decode,
+    eventually,
+    router_before,
+    running_mesh,
+    tokenizer_of,
+)
 from trtmesh.v1 import router_admin_pb2 as pb
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -45,7 +54,7 @@ def by_number(number: int) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engines=2, engine_flags=FLAGS) as mesh:
+    async with running_mesh(engines=2, engine_flags=FLAGS, router_flags=PATIENT) as mesh:
         yield mesh
 
 
@@ -184,7 +193,7 @@ async def test_weights_under_an_operators_number_are_refused(mesh: Mesh, triton:
 async def test_adapter_survives_the_only_worker_that_held_it() -> None:
     """The worker that takes its place never got the weights from a client."""
     async with (
-        running_mesh(engine_flags=FLAGS) as mesh,
+        running_mesh(engine_flags=FLAGS, router_flags=PATIENT) as mesh,
         Triton(mesh.router.address) as triton,
     ):
         first = await text(triton, "ensemble", by_number(1) | weights(ONE))
@@ -199,7 +208,10 @@ async def test_adapter_survives_the_only_worker_that_held_it() -> None:
 async def test_full_cache_is_told_in_tritons_words() -> None:
     """The only adapter that fits in the worker's memory is pinned."""
     flags = (*FLAGS[:-1], str(250_000))
-    async with running_mesh(engine_flags=flags) as mesh, Triton(mesh.router.address) as triton:
+    async with (
+        running_mesh(engine_flags=flags, router_flags=PATIENT) as mesh,
+        Triton(mesh.router.address) as triton,
+    ):
         adapter = pb.AddAdapterRequest(id=1, name="kept", pinned=True)
         await mesh.admin.upload_adapter(adapter, ONE.content)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from compat.triton import Triton
-from e2e.mesh import SMALL, Mesh, running_mesh
+from e2e.mesh import PATIENT, SMALL, Mesh, running_mesh
 from trtmesh.client import FinishReason, ItemResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,7 +25,7 @@ CASES = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
     flags = (*SMALL, "--torch-dtype", "float32", "--torch-threads", "1")
-    async with running_mesh(engine_flags=flags) as mesh:
+    async with running_mesh(engine_flags=flags, router_flags=PATIENT) as mesh:
         yield mesh
         await mesh.idle()
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from compat.triton import Response, Triton
-from e2e.mesh import DEMO_DRAFT, Mesh, eventually, running_mesh
+from e2e.mesh import DEMO_DRAFT, PATIENT, Mesh, eventually, running_mesh
 from safetensors.torch import load_file, save_file
 from tritonclient.utils import InferenceServerException
 
@@ -64,7 +64,8 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
             *(mesh.start_engine("--model-dir", str(model), *flags) for model in models),
         )
         names = ",".join(model.name for model in models)
-        await mesh.start_router("--models", names, "--triton-models", json.dumps(MODELS))
+        served = ("--models", names, "--triton-models", json.dumps(MODELS))
+        await mesh.start_router(*PATIENT, *served)
         await mesh.ready(2, 2)
 
     async with running_mesh(start=start) as mesh:

@@ -12,7 +12,7 @@ from compat import tiny_llama
 from compat.client_scripts import PAGE, SCRIPTS, SERVERS, Refused, Script, Server, render
 from compat.plain_http import PlainHttp
 from compat.triton import Triton
-from e2e.mesh import Mesh, running_mesh
+from e2e.mesh import PATIENT, Mesh, running_mesh
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -50,7 +50,7 @@ class Servers:
 
     async def _start(self, flags: tuple[str, ...]) -> Server:
         if flags:
-            await self._mesh.start_router(*flags)
+            await self._mesh.start_router(*PATIENT, *flags)
             await self._mesh.ready(1, 1)
         router = self._mesh.router
         triton = await self._stack.enter_async_context(Triton(router.address))
@@ -63,7 +63,7 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     folder = tiny_llama.build(tmp_path_factory.mktemp("llama"))
     flags = (*tiny_llama.engine_flags(folder), "--torch-adapters-host-bytes", str(2**20))
     async with (
-        running_mesh(engine_flags=flags, model_dir=folder) as mesh,
+        running_mesh(engine_flags=flags, router_flags=PATIENT, model_dir=folder) as mesh,
         AsyncExitStack() as stack,
     ):
         servers = Servers(mesh, stack)

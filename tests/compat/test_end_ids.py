@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from compat.triton import Triton
-from e2e.mesh import SIMULATED, Mesh, running_mesh
+from e2e.mesh import PATIENT, SIMULATED, Mesh, running_mesh
 from trtmesh.client import FinishReason
 from trtmesh.v1 import router_pb2 as router_pb
 from trtmesh.v1 import router_pb2_grpc
@@ -40,7 +40,7 @@ async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
             for word in (f"--simulated-vocabulary-{name}", token)
         ]
         await mesh.start_engine(*SIMULATED, *flags)
-        await mesh.start_router("--triton-models", json.dumps(MODELS))
+        await mesh.start_router(*PATIENT, "--triton-models", json.dumps(MODELS))
         await mesh.ready(1, 1)
 
     async with running_mesh(start=start) as mesh:

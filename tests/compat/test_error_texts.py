@@ -12,7 +12,7 @@ import pytest
 from compat.conftest import FLAGS
 from compat.plain_http import PlainHttp
 from compat.triton import Triton
-from e2e.mesh import Mesh, running_mesh
+from e2e.mesh import PATIENT, Mesh, running_mesh
 from tritonclient.utils import InferenceServerException
 from trtmesh.kserve import grpc_service_pb2 as kserve
 
@@ -94,7 +94,9 @@ async def test_errors_under_tritons_status_keep_their_reason() -> None:
     models = {name: {"template": name} for name, _, _ in REASONS if name != "narrow"}
     router_flags = ("--triton-models", json.dumps(models | {"narrow": NARROW}))
     engine_flags = (*FLAGS, "--simulated-adapters-slots", "1")
-    async with running_mesh(engine_flags=engine_flags, router_flags=router_flags) as mesh:
+    async with running_mesh(
+        engine_flags=engine_flags, router_flags=(*PATIENT, *router_flags)
+    ) as mesh:
         async with PlainHttp(mesh.router.http_address) as http:
             for model, tensors, reason in REASONS:
                 needed = TOKENS if model == "tensorrt_llm" else TEXT
@@ -192,7 +194,7 @@ async def test_stacked_response_fails_with_its_failed_row() -> None:
     """The error has the executor's words."""
     flags = (*FLAGS, "--simulated-faults-fail-item", "2")
     async with (
-        running_mesh(engine_flags=flags, router_flags=("--triton-decoupled", "")) as mesh,
+        running_mesh(engine_flags=flags, router_flags=(*PATIENT, "--triton-decoupled", "")) as mesh,
         Triton(mesh.router.address) as triton,
     ):
         (response,) = await triton.stream("ensemble", rows(**THREE), request_id="mine")

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from compat.conftest import FLAGS
 from compat.plain_http import PlainHttp
-from e2e.mesh import Mesh, eventually, running_mesh, scrape
+from e2e.mesh import PATIENT, Mesh, eventually, running_mesh, scrape
 from process_constants import constants
 from processes import ServiceProcess
 
@@ -39,7 +39,7 @@ BODIES = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh(engine_flags=FLAGS) as mesh:
+    async with running_mesh(engine_flags=FLAGS, router_flags=PATIENT) as mesh:
         yield mesh
 
 
@@ -60,7 +60,7 @@ async def client_that_does_not_read(address: str, path: str) -> AsyncIterator[so
 async def start_router(mesh: Mesh, *flags: str) -> ServiceProcess:
     """A second, ready router over the engines of the mesh."""
     peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
-    router = await mesh.start("router", "--port", "0", *peers, *flags)
+    router = await mesh.start("router", "--port", "0", *peers, *PATIENT, *flags)
     async with PlainHttp(router.http_address) as http:
 
         async def ready() -> bool:

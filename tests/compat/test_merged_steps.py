@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from compat.triton import Response, Triton
-from e2e.mesh import DEMO_VOCABULARY, Mesh, decode, eventually, running_mesh, tokenizer_of
+from e2e.mesh import DEMO_VOCABULARY, PATIENT, Mesh, decode, eventually, running_mesh, tokenizer_of
 from engine.config_fields import LEAVES
 from engine_streams import serving
 from recording_backend import INFO, RecordingBackend
@@ -64,7 +64,7 @@ async def mesh(backend: RecordingBackend) -> AsyncIterator[Mesh]:
             await mesh.start_tokenizer()
             # The engine runs in this process; the router only needs an address.
             mesh.engines.append(engine)  # type: ignore[arg-type]
-            await mesh.start_router("--triton-models", json.dumps(MODELS))
+            await mesh.start_router(*PATIENT, "--triton-models", json.dumps(MODELS))
             await mesh.ready(1, 1)
 
         yield await stack.enter_async_context(running_mesh(start=start))

@@ -22,6 +22,7 @@ from compat.plain_http import PlainHttp, Reply
 from e2e.mesh import (
     DEMO,
     INSIDE,
+    PATIENT,
     SIMULATED,
     WIDE_TOKENS,
     Mesh,
@@ -313,7 +314,7 @@ async def test_operator_names_models_and_the_model_gives_defaults(tmp_path: Path
         await asyncio.gather(
             mesh.start_engine(*flags), mesh.start_engine(*flags, "--model", "other")
         )
-        await mesh.start_router(env=INSIDE | settings)
+        await mesh.start_router(*PATIENT, env=INSIDE | settings)
         await mesh.ready(2, 1)
 
     async with running_mesh(start=start) as mesh, PlainHttp(mesh.router.http_address) as http:

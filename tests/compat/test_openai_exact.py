@@ -14,7 +14,7 @@ from compat.openai_schemas import check, need_specification
 from compat.plain_http import PlainHttp
 from compat.test_openai import CHAT, COMPLETIONS, parts_of
 from compat.test_openai_responses import RESPONSES, events_of
-from e2e.mesh import INSIDE, SMALL, Mesh, running_mesh
+from e2e.mesh import INSIDE, PATIENT, SMALL, Mesh, running_mesh
 from trtmesh.client import chat_item
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -38,7 +38,8 @@ async def mesh() -> AsyncIterator[Mesh]:
 
     async def start(mesh: Mesh) -> None:
         await mesh.start_engine(*TORCH)
-        await mesh.start_router(env={**INSIDE, "TRTMESH_TOKENIZER_TOOL_FORMAT": "hermes"})
+        hermes = {"TRTMESH_TOKENIZER_TOOL_FORMAT": "hermes"}
+        await mesh.start_router(*PATIENT, env={**INSIDE, **hermes})
         await mesh.ready(1, 1)
 
     async with running_mesh(start=start) as mesh:

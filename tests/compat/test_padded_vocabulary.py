@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from compat.triton import Triton
-from e2e.mesh import DEMO_VOCABULARY, Mesh, eventually, running_mesh
+from e2e.mesh import DEMO_VOCABULARY, PATIENT, Mesh, eventually, running_mesh
 from engine.config_fields import LEAVES
 from engine_streams import serving
 from recording_backend import INFO, RecordingBackend
@@ -41,7 +41,7 @@ async def mesh(backend: RecordingBackend) -> AsyncIterator[Mesh]:
             await mesh.start_tokenizer()
             # The engine runs in this process; the router only needs an address.
             mesh.engines.append(engine)  # type: ignore[arg-type]
-            await mesh.start_router()
+            await mesh.start_router(*PATIENT)
             await mesh.ready(1, 1)
 
         yield await stack.enter_async_context(running_mesh(start=start))

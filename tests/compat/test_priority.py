@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from compat.triton import SyncStream
-from e2e.mesh import SMALL, Mesh, eventually, running_mesh, scrape
+from e2e.mesh import PATIENT, SMALL, Mesh, eventually, running_mesh, scrape
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -22,7 +22,7 @@ async def mesh() -> AsyncIterator[Mesh]:
         *(*SMALL, "--torch-dtype", "float32", "--torch-threads", "1"),
         *("--torch-limits-max-batch-size", "1", "--load-interval-seconds", "0.02"),
     )
-    async with running_mesh(engine_flags=flags) as mesh:
+    async with running_mesh(engine_flags=flags, router_flags=PATIENT) as mesh:
         yield mesh
         await mesh.idle()
 

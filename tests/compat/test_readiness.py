@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from compat.plain_http import PlainHttp
 from compat.triton import Triton
-from e2e.mesh import SIMULATED, Mesh, eventually, running_mesh
+from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -32,7 +32,8 @@ async def mesh() -> AsyncIterator[Mesh]:
         await mesh.start_tokenizer()
         for model in ("a", "b"):
             await mesh.start_engine(*SIMULATED, "--model", model)
-        await mesh.start_router("--http-port", "0", "--triton-models", json.dumps(MODELS))
+        served = ("--http-port", "0", "--triton-models", json.dumps(MODELS))
+        await mesh.start_router(*PATIENT, *served)
         await mesh.ready(2, 1)
 
     async with running_mesh(start=start) as mesh:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from compat.triton import Response, SyncStream, Triton, joined
-from e2e.mesh import Mesh, decode, running_mesh
+from e2e.mesh import PATIENT, Mesh, decode, running_mesh
 from oracle import tiny_models
 from tokenizer.tokenizers_zoo import ids_of, llama2_bpe, save_model_dir
 from tokenizers import Tokenizer
@@ -50,7 +50,7 @@ async def mesh(folder: Path) -> AsyncIterator[Mesh]:
         *("--model-dir", str(folder), "--torch-dtype", "float32", "--torch-threads", "1"),
         *("--torch-kv-cache-tokens", "4096"),
     )
-    decoupled = ("--triton-decoupled", "ensemble,tensorrt_llm")
+    decoupled = (*PATIENT, "--triton-decoupled", "ensemble,tensorrt_llm")
     async with running_mesh(engine_flags=flags, router_flags=decoupled, model_dir=folder) as mesh:
         yield mesh
         await mesh.idle()

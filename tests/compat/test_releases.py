@@ -30,7 +30,7 @@ from compat.releases import (
 )
 from compat.tiny_llama import END, PAD, TOKENIZER, VOCABULARY_SIZE, WIDTH
 from compat.triton import Response, Triton, in_pieces
-from e2e.mesh import Mesh, running_mesh
+from e2e.mesh import PATIENT, Mesh, running_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,7 +46,7 @@ GENERATING = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     folder = tiny_llama.build(tmp_path_factory.mktemp("llama"))
     flags = tiny_llama.engine_flags(folder)
-    async with running_mesh(engine_flags=flags, model_dir=folder) as mesh:
+    async with running_mesh(engine_flags=flags, router_flags=PATIENT, model_dir=folder) as mesh:
         yield mesh
 
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from compat.test_docs import PAGE
 from compat.test_every_input import NOT_FOR_BACKENDS
 from compat.triton import Triton
-from e2e.mesh import DEMO, SMALL, Mesh, running_mesh
+from e2e.mesh import DEMO, PATIENT, SMALL, Mesh, running_mesh
 from tokenizers import Tokenizer
 from trtmesh.router.doors.triton.models import triton_models
 from trtmesh.router.doors.triton.settings import TritonSettings
@@ -91,7 +91,7 @@ async def mesh() -> AsyncIterator[Mesh]:
         *("--torch-kv-cache-tokens", "32768", "--torch-batch-invariant", "true"),
     )
     models = {name: {"template": name} for name in ("ensemble", "tensorrt_llm", "llmapi")}
-    served = ("--triton-models", json.dumps(models))
+    served = (*PATIENT, "--triton-models", json.dumps(models))
     async with running_mesh(engine_flags=flags, router_flags=served) as mesh:
         yield mesh
 

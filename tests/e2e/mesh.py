@@ -517,11 +517,11 @@ async def mesh_in_one_process(
 
 @asynccontextmanager
 async def router_before(peers: Mesh, *flags: str) -> AsyncIterator[Mesh]:
-    """A mesh of the tokenizers and engines of another, with a router of its own."""
+    """A mesh of the tokenizers and engines of another, with a patient router of its own."""
 
     async def start(mesh: Mesh) -> None:
         mesh.tokenizers, mesh.engines = peers.tokenizers, peers.engines
-        await mesh.start_router(*flags)
+        await mesh.start_router(*PATIENT, *flags)
         await mesh.ready(len(peers.engines), len(peers.tokenizers))
 
     async with running_mesh(start=start) as mesh:

@@ -37,7 +37,7 @@ from trtmesh.v1 import generation_pb2 as pb
 CONTRACTS = ("vllm", "sglang", "trtllm")
 WITH_SEEDS = ("vllm", "trtllm")
 PROMPT = [11, 12, 13, 14, 15]
-SECONDS = 30.0
+SECONDS = 240.0
 PATIENT: dict[str, Any] = {"abort_seconds": 60.0, "answer_seconds": 60.0}
 """An end is then the engine's own word, however slow the machine is."""
 
@@ -94,7 +94,7 @@ async def foreign(
     contract: str, *, step_seconds: float = 0.0, patience: Any = None, **options: Any
 ) -> AsyncIterator[ForeignLab]:
     async with stand_in(contract, step_seconds=step_seconds, **options) as engine:
-        times = Patience(**{"poll_seconds": 0.02, "answer_seconds": 2.0, **(patience or {})})
+        times = Patience(**{"poll_seconds": 0.02, "answer_seconds": 60.0, **(patience or {})})
         backend = ForeignBackend(ForeignSettings(address=engine.url), 2**26, times)
         started = ForeignLab(backend, engine)
         try:

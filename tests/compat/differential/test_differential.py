@@ -19,7 +19,7 @@ from compat.differential.relations import Relations
 from compat.differential.results import Disagreement
 from compat.plain_http import PlainHttp
 from compat.triton import Triton
-from e2e.mesh import DEMO_DRAFT, SMALL, running_mesh
+from e2e.mesh import DEMO_DRAFT, PATIENT, SMALL, running_mesh
 
 DRAWN, FIRST, COUNT = map(int, os.environ.get("DIFFERENTIAL", f"{SEED}:0:{REQUESTS}").split(":"))
 AT_ONCE = 48
@@ -33,7 +33,7 @@ ENGINE = (
 @pytest.mark.timeout(900)
 async def test_answers_agree_in_every_way_to_ask() -> None:
     async with (
-        running_mesh(engines=2, engine_flags=ENGINE) as mesh,
+        running_mesh(engines=2, engine_flags=ENGINE, router_flags=PATIENT) as mesh,
         Triton(mesh.router.address) as triton,
         PlainHttp(mesh.router.http_address) as http,
     ):
