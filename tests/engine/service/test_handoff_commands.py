@@ -138,7 +138,7 @@ class TestReservations:
                 held.release()
 
     async def test_draining_worker_refuses(self) -> None:
-        async with side() as worker:
+        async with side(step_ms=100) as worker:
             await worker.stream.send(submit(1, 10_000))
             await worker.stream.until(lambda: worker.stream.received)
             drain = asyncio.create_task(worker.engine.service.drain())

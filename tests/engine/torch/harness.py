@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,20 @@ class Harness:
                 del self.streams[key]
             raise
         return keys
+
+    @contextmanager
+    def held_at(self, condition: Callable[[StepOutput], bool]) -> Iterator[None]:
+        """Stops the backend at the first delivery that fulfils a condition, until the end of the block: it goes no
+        further, however late this thread looks."""
+        with ExitStack() as held:
+
+            def hold(output: StepOutput) -> None:
+                if condition(output):
+                    held.enter_context(self.gate.held())
+
+            self.on_output = hold
+            yield
+            self.on_output = lambda _: None
 
     async def ended(self, keys: Sequence[int] | None = None) -> list[Stream]:
         """The streams of `keys`, or all, once they have ended."""

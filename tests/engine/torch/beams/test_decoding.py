@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,13 @@ async def test_beams_equal_generate_in_a_mixed_batch(family: str, model_dir: Mod
     sampled = configure(max_tokens=20, ignore_end_id=True, temperature=1.0, seed=5)
     async with running(model_dir(family), tokens_per_block=4, max_step_tokens=9) as engine:
         (alone,) = await engine.run([prompts[0]], sampled)
-        gone = engine.submit(prompts[1], beams(4, ignore_end_id=True, max_tokens=400))
-        keys = [engine.submit(prompt, beams(3, ignore_end_id=True)) for prompt in prompts[1:]]
-        mate = engine.submit(prompts[0], sampled)
-        await engine.until(lambda: engine.streams[gone[0]].token_ids)
-        engine.backend.stop([gone[2]], pb.FINISH_REASON_STOPPED)
+        first = len(engine.streams)
+        with engine.held_at(lambda output: first in output.keys):
+            gone = engine.submit(prompts[1], beams(4, ignore_end_id=True, max_tokens=400))
+            keys = [engine.submit(prompt, beams(3, ignore_end_id=True)) for prompt in prompts[1:]]
+            mate = engine.submit(prompts[0], sampled)
+            await engine.until(lambda: engine.streams[gone[0]].token_ids)
+            engine.backend.stop([gone[2]], pb.FINISH_REASON_STOPPED)
         for prompt, each in zip(prompts[1:], keys, strict=True):
             same(found(await engine.ended(each)), expected(model, prompt, 3))
         assert (await engine.ended(mate))[0].token_ids == alone
@@ -225,9 +228,11 @@ async def test_stopped_beam_search_with_logits_delivers_its_beams(llama: Path) -
             early = engine.submit(prompt, config)
             engine.backend.stop(early, pb.FINISH_REASON_STOPPED)
         assert not any(stream.token_ids for stream in await engine.ended(early))
-        late, steps = engine.submit(prompt, config), len(engine.outputs)
-        await engine.until(lambda: len(engine.outputs) > steps + 8)
-        engine.backend.stop(late, pb.FINISH_REASON_STOPPED)
+        steps, outputs = len(engine.outputs), count(1)
+        with engine.held_at(lambda _: next(outputs) == 9):
+            late = engine.submit(prompt, config)
+            await engine.until(lambda: len(engine.outputs) > steps + 8)
+            engine.backend.stop(late, pb.FINISH_REASON_STOPPED)
         for stream in await engine.ended(late):
             assert stream.end
             assert stream.end.reason == pb.FINISH_REASON_STOPPED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import weakref
 from collections.abc import Sequence
@@ -161,10 +162,14 @@ async def test_steps_do_not_wait_for_a_drafter_that_hangs(
         alone = await engine.run(prompts, config)
     async with running(llama, drafts="ngram") as engine:
         hanging = Hanging()
-        draft(engine, PatientDrafter(hanging, seconds=0.01), FixedLengths(2))
+        patient = PatientDrafter(hanging, seconds=0.01)
+        draft(engine, patient, FixedLengths(2))
         assert await engine.run(prompts, config) == alone
         assert (hanging.asked, engine.backend.stats().draft_failures) == (1, 1)
         hanging.go_on.set()
+        await asyncio.to_thread(patient._asked.result)
+        # On a busy machine no answer is as quick.
+        patient._seconds = 60.0
         assert await engine.run(prompts, config) == alone
         stats = engine.backend.stats()
         assert stats.draft_tokens

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -284,22 +285,28 @@ async def test_item_keeps_its_place_while_its_table_is_read(llama: Path) -> None
         running_one = engine.submit([5, 6], replace_max(GREEDY, 400))
         await engine.until(lambda: engine.streams[running_one[0]].token_ids)
         with held_up(engine) as gate:
-            tuned_one = engine.submit(prompt, tuned(tensor_of(table)))
-            later = [engine.submit([7, 8], GREEDY) for _ in range(2)]
             told = len(engine.streams[running_one[0]].token_ids)
-            await engine.until(lambda: len(engine.streams[running_one[0]].token_ids) > told + 20)
-            assert engine.backend.stats().waiting_sequences == 3
-            engine.backend.stop(running_one, pb.FINISH_REASON_STOPPED)
+            outputs = count(1)
+            with engine.held_at(lambda _: next(outputs) == 21):
+                tuned_one = engine.submit(prompt, tuned(tensor_of(table)))
+                later = [engine.submit([7, 8], GREEDY) for _ in range(2)]
+                await engine.until(
+                    lambda: len(engine.streams[running_one[0]].token_ids) > told + 20
+                )
+                assert engine.backend.stats().waiting_sequences == 3
+                engine.backend.stop(running_one, pb.FINISH_REASON_STOPPED)
             await engine.ended(later[0])
             assert not engine.streams[tuned_one[0]].token_ids
             # Earlier items are over or running; the item precedes all later items.
-            filler = engine.submit([9], replace_max(GREEDY, 400))
-            await engine.until(lambda: engine.streams[filler[0]].token_ids)
-            last = engine.submit([7, 8], GREEDY)
-            gate.set()
-            tables: Any = engine.backend._loaded.tables
-            await asyncio.to_thread(tables.close)
-            engine.backend.stop(filler, pb.FINISH_REASON_STOPPED)
+            next_key = len(engine.streams)
+            with engine.held_at(lambda output: next_key in output.keys):
+                filler = engine.submit([9], replace_max(GREEDY, 400))
+                await engine.until(lambda: engine.streams[filler[0]].token_ids)
+                last = engine.submit([7, 8], GREEDY)
+                gate.set()
+                tables: Any = engine.backend._loaded.tables
+                await asyncio.to_thread(tables.close)
+                engine.backend.stop(filler, pb.FINISH_REASON_STOPPED)
             await engine.ended()
         order = [end.key for output in engine.outputs for end in output.ends]
         assert order.index(tuned_one[0]) < order.index(last[0])
