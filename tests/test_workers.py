@@ -65,8 +65,17 @@ def thing():
 
 def test_waits_for_the_end(thing):
     pathlib.Path("worker_of_test_second").touch()
+    pathlib.Path("waits").touch()
     time.sleep(200)
 """
+AFTER_IT = """
+import pathlib, time
+
+def pytest_runtest_setup(item):
+    while item.path.name != "test_waiting.py" and not pathlib.Path("waits").exists():
+        time.sleep(0.01)
+"""
+"""Nothing fails before another worker has begun to wait."""
 
 ENDING = """
 import os
@@ -118,6 +127,7 @@ def test_first_failure_ends_the_run(tmp_path: Path) -> None:
 
 def test_fixtures_of_other_workers_are_torn_down(tmp_path: Path) -> None:
     (tmp_path / "test_waiting.py").write_text(WAITING)
+    (tmp_path / "conftest.py").write_text(AFTER_IT)
     run(tmp_path, "--workers=3", "-x")
     assert (tmp_path / "torn down").exists()
 
