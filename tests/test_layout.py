@@ -87,6 +87,7 @@ ROOMS = {
         "progress",
         "panics",
         "forwarding",
+        "frozen",
         "number_lists",
         "tracing",
         "metrics",

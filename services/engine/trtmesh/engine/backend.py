@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Tensor
 from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
@@ -94,7 +95,7 @@ class BackendInfo:
     """Set by a backend that hands over by states of its own; KV pools are then not asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Submission:
     """One item to generate; its config sets supported fields only.
 

@@ -18,6 +18,7 @@ from itertools import chain
 
 from tokenizers import Encoding, Tokenizer
 from trtmesh.chassis.errors import Draining, InternalError, InvalidField, QueueFull, TrtmeshError
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.panics import is_failure
 from trtmesh.chassis.spellings import Speller
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
@@ -36,7 +37,7 @@ HUGE_TO_LONG = 16
 """A text is huge from this multiple of `long_text_bytes`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EncodeRequest:
     """The text and the words to encode, and stop texts to describe."""
 
@@ -88,7 +89,7 @@ def _size_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EncodedTexts:
     """Token ids of the text, of each word and of the words' spellings, and the stop texts in terms of tokens."""
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.backend import KvEvent
 from trtmesh.engine.ledger import KvEventLog
@@ -124,7 +125,7 @@ CANDIDATES = 64
 """Most blocks compared token by token for partial reuse; the newest are."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Move:
     """Copies block `source` to block `target`. A copy of the null block clears the target."""
 
@@ -132,7 +133,7 @@ class Move:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prefix:
     """KV for the beginning of a sequence: full blocks to share, and a partial block to copy."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
 from typing import Self
 
 from trtmesh.chassis.errors import ROW_BY_CLASS, Cancelled, InternalError, TrtmeshError
 from trtmesh.chassis.fair.limits import origin_of
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.logs import rebind_caller
 from trtmesh.chassis.rpc import RpcContext
 from trtmesh.chassis.tls.identity import COMMON_NAME, SUBJECT_ALTERNATIVE_NAME
@@ -34,7 +34,7 @@ class ErrorWording:
         return self.sentence(error)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Caller:
     """Who calls, from where, and the seconds until the call's deadline; None without a deadline."""
 

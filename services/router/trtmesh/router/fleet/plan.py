@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
+from trtmesh.chassis.frozen import frozen
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.placement import Decision, Phase
 from trtmesh.router.placement.load_guard import Booking
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Leg:
     """A worker, the booking there, and the phases computed there."""
 
@@ -20,7 +20,7 @@ class Leg:
     decision: Decision
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """The leg of an item's prompt and the leg of the last token; a single leg unless the plan is split.
 

@@ -14,6 +14,7 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     UnsupportedField,
 )
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.placement.adapters import adapter_seconds, takers_of
 from trtmesh.router.placement.filters import (
@@ -53,7 +54,7 @@ class Candidate:
     adapter: CandidateAdapter | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Decision:
     """A placement with all inputs."""
 
@@ -112,7 +113,7 @@ class Decision:
         return max(self.query.cached_tokens.values(), default=0) - self.cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DecisionRecord:
     """A decision with the item. `cause` is first, retry or migration."""
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from trtmesh.chassis.fair.turns import StartQueue, StartScheduler
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.tracing.spans import Tracer
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.admission import Admission, Bucket, RateLimiter
@@ -48,7 +49,7 @@ class Mesh:
     """Further placements, and ends."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RequestContext:
     """An admitted request, seen by an item. Times are the event loop's."""
 

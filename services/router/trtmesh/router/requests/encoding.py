@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trtmesh.chassis.errors import AdapterNotFound, PromptEmpty, SchemaMismatch
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Lora
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.kv_index import PromptBlocks, prefix_root
@@ -16,7 +17,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import tokenizer_pb2 as tokenizer_pb
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EncodedItem:
     """An item in token ids. `word_ids` has the ids of the bias texts, in order, and `spelled_ids` all spellings of the
     bad texts; `stop_vocabulary` has the stop texts of a beam search."""

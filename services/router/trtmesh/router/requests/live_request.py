@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from os import urandom
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.turns import StartQueue
+from trtmesh.chassis.frozen import frozen
 from trtmesh.router.admission import Account, Permit
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import CHAT, TEXT_COMPLETION
@@ -27,7 +27,7 @@ from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Admitted:
     """The right of a request to run: a permit for each item, and the account of its owner."""
 
@@ -61,7 +61,8 @@ class LiveRequest:
         self.permits = admitted.permits
         seed = request.default_seed
         if seed is None:
-            seed = int.from_bytes(urandom(8))
+            # Unlike an id, a seed need not be hard to guess, and urandom is a system call.
+            seed = random.getrandbits(64)
         opening = router_pb.GenerateEvent()
         accepted = opening.accepted
         accepted.request_id, accepted.model = request.request_id, admitted.model

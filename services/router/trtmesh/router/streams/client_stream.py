@@ -15,6 +15,7 @@ from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
 from trtmesh.chassis.fair.limits import Account, Budget
 from trtmesh.chassis.forwarding import Forwarder
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import generation_pb2 as pb
@@ -50,7 +51,7 @@ BUFFER_BYTES = 64 * 2**20
 """Most waiting bytes of tokens, texts, log-probabilities and logits before that."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Credit:
     """Most output waiting for a client."""
 
@@ -100,8 +101,8 @@ Waiting = WaitingTokens | WaitingEvent
 
 
 class Reminders:
-    """Sends what streams hold back, a fixed time after each asked. One timer serves all: most streams send something
-    before, and to make and cancel a timer costs as much as fifty calls."""
+    """Sends what streams hold back, a fixed time after each asked. One timer serves all, and runs out where none is
+    left: most streams send something before, and to make and cancel a timer costs as much as fifty calls."""
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -120,9 +121,6 @@ class Reminders:
     def drop(self, stream: ClientStream) -> None:
         """The stream needs no reminder any more."""
         del self._due[stream]
-        if not self._due and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _look(self) -> None:
         self._timer = None

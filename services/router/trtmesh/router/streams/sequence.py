@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.frozen import frozen
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import Latencies, ModelMetrics
 from trtmesh.router.streams.client_stream import MOST_MESSAGE_BYTES
@@ -170,7 +171,7 @@ class Delivery(Enum):
     """Nothing more, nor the end."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class End:
     """The end of a sequence on a worker, or on this router between two workers."""
 

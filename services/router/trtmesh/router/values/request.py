@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from trtmesh.chassis.errors import InvalidField, TrtmeshError
+from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.parsing import parse_config, parse_prompt
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Lora, Prompt
 from trtmesh.router.values.handoff_state import HandoffState, read_state
@@ -78,7 +79,7 @@ UNCONFIGURED: Config = GenerationConfig(), pb.GenerationConfig()
 """Of requests without a config."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ItemRequest:
     """A prompt with a config. `message` is the unparsed config, for the worker."""
 
@@ -125,7 +126,7 @@ class RefusedItem:
     error: TrtmeshError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GenerationRequest:
     """A request with at least one valid item."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from trtmesh.chassis.errors import InvalidRequest
+from trtmesh.chassis.frozen import frozen
 from trtmesh.router.doors.triton.releases import History
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -74,7 +75,7 @@ class TensorSpec:
         return self.data_types[0]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class InputTensor:
     """An input: `shape` includes the batch dimension."""
 

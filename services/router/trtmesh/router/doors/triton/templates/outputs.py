@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Protocol
 
+from trtmesh.chassis.frozen import frozen
 from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.templates.tensor_table import PERF_OUTPUTS, unasked_outputs
 from trtmesh.router.doors.triton.tensors import MESH_DATA_TYPES, Output, pad_rows
@@ -242,7 +243,7 @@ def _zeros(name: str, block: Block) -> Output:
     return Output.of_numbers(name, "FP32", shape, [0.0] * math.prod(shape))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Matrix:
     """[rows, columns] of one data type."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
+from trtmesh.chassis.frozen import frozen
 from trtmesh.router.doors.triton.quoted import Quoted
 from trtmesh.router.doors.triton.settings import LogitsDataType, Release, TemplateName
 from trtmesh.router.doors.triton.templates.tensor_table import InputSpec
@@ -131,7 +132,7 @@ class Model:
         return (-1,) if self.max_batch_size else ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Call:
     """A request with its inputs read. `request_id` is the client's and may be '' or live."""
 
