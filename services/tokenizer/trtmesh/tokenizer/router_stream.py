@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from trtmesh.chassis.rpc import ServedContext
 from trtmesh.chassis.tracing.spans import Span, Tracer, continued, end
 from trtmesh.tokenizer.chat.answers import TemplateReader
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
-from trtmesh.tokenizer.decoding.states import DecodeStates, Workload
+from trtmesh.tokenizer.decoding.states import DecodeStates, TextOptions, Workload
 from trtmesh.tokenizer.encoding import EncodedTexts, Encoder, EncodeRequest, Outcome, UnreadRequest
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.vocabulary import Vocabulary
@@ -145,7 +145,10 @@ class RouterStream:
         """Executes commands up to an opening that takes longer. Returns its other steps."""
         for command in commands:
             if command.WhichOneof("command") == "open_decode":
-                opening = self._states.open(command.open_decode)
+                asked = command.open_decode
+                opening = self._states.open(
+                    asked.handle, asked.request_id, asked, asked.delivered_token_ids
+                )
                 for _ in opening:
                     return opening
             else:
@@ -292,9 +295,11 @@ class DirectTexts:
         _fill_encoded(encoded, outcome, shared.metrics)
         return encoded
 
-    def open(self, command: pb.OpenDecodeCommand) -> None:
+    def open(
+        self, handle: int, request_id: str, options: TextOptions, delivered: Sequence[int]
+    ) -> None:
         """Opens a sequence with few delivered tokens. The first `decode` raises the failure, if any."""
-        for _ in self._states.open(command):
+        for _ in self._states.open(handle, request_id, options, delivered):
             pass
 
     def close(self, handle: int) -> None:
@@ -307,15 +312,16 @@ class DirectTexts:
 
 
 def _request_of(command: pb.EncodeCommand) -> EncodeRequest:
+    # Slices: protobuf ends an iteration with an error, which costs as much as a call.
     return EncodeRequest(
         command.text if command.HasField("text") else None,
         command.add_special_tokens,
-        tuple(command.words),
-        tuple(command.spelled_words),
-        tuple(command.stop_texts),
+        tuple(command.words[:]),
+        tuple(command.spelled_words[:]),
+        tuple(command.stop_texts[:]),
         command.skip_special_tokens,
         command.max_token_ids,
-        tuple(command.described_token_ids),
+        tuple(command.described_token_ids[:]),
     )
 
 

@@ -300,12 +300,14 @@ class Steps:
     def distribute(self, step: pb.Step) -> None:
         """Hands new tokens to each sequence. Hot: no per-token objects, no logging. Raises ContractBroken."""
         sequences, losers = self._assignments.sequences, self._assignments.losers
-        _check_step(step, sequences, self.most_tokens)
+        handles, offsets, counts = step.handles[:], step.token_offsets[:], step.token_counts[:]
+        _check_step(step, counts, sequences, self.most_tokens)
         details = {each.handle: each.details for each in step.details} if step.details else {}
-        for prompt in step.prompts:
+        # Slices: protobuf ends an iteration with an error, which costs as much as a call.
+        for prompt in step.prompts[:]:
             if (run := sequences.get(prompt.handle)) is not None:
                 run.on_prompt(prompt.details)
-        for start in step.starts:
+        for start in step.starts[:]:
             if (run := sequences.get(start.handle)) is not None:
                 run.on_start(start.perf_metrics)
         now = asyncio.get_running_loop().time()
@@ -313,9 +315,7 @@ class Steps:
         metrics: ModelMetrics | None = None
         token_ids = step.token_ids[:]
         position = 0
-        for handle, offset, count in zip(
-            step.handles, step.token_offsets, step.token_counts, strict=True
-        ):
+        for handle, offset, count in zip(handles, offsets, counts, strict=True):
             if awaiting and (booking := awaiting.pop(handle, None)) is not None:
                 booking.started(now)
             run = sequences.get(handle)
@@ -330,7 +330,7 @@ class Steps:
             elif losers and (loser := losers.get(handle)) is not None:
                 loser.on_tokens(offset, token_ids[position : position + count])
             position += count
-        for end in step.ends:
+        for end in step.ends[:]:
             if (run := sequences.get(end.handle)) is not None:
                 run.check_end(end)
             ended = _end_of(end)
@@ -348,7 +348,7 @@ def _end_of(end: pb.SequenceEnd) -> End:
         reason=end.reason,
         error=from_proto(end.error) if end.HasField("error") else None,
         cached_prompt_tokens=end.cached_prompt_tokens,
-        stop_token_ids=tuple(end.stop_token_ids),
+        stop_token_ids=tuple(end.stop_token_ids[:]),
         cumulative_log_prob=(
             end.cumulative_log_prob if end.HasField("cumulative_log_prob") else None
         ),
@@ -357,18 +357,20 @@ def _end_of(end: pb.SequenceEnd) -> End:
     )
 
 
-def _check_step(step: pb.Step, sequences: Mapping[int, Held], most_tokens: int) -> None:
+def _check_step(
+    step: pb.Step, counts: Sequence[int], sequences: Mapping[int, Held], most_tokens: int
+) -> None:
     """Raises ContractBroken unless the lists of a step fit each other, and a large step fits the sequences of the
     worker, with at most `most_tokens`."""
     tokens = len(step.token_ids)
-    lengths = {len(step.handles), len(step.token_offsets), len(step.token_counts)}
-    if len(lengths) > 1 or sum(step.token_counts) != tokens:
+    lengths = {len(step.handles), len(step.token_offsets), len(counts)}
+    if len(lengths) > 1 or sum(counts) != tokens:
         raise ContractBroken(
             f"a step has {len(step.handles)} handles, {len(step.token_offsets)} offsets,"
-            f" {len(step.token_counts)} counts and {tokens} tokens"
+            f" {len(counts)} counts and {tokens} tokens"
         )
     if tokens > LARGE_STEP_TOKENS:
-        for handle, count in zip(step.handles, step.token_counts, strict=True):
+        for handle, count in zip(step.handles, counts, strict=True):
             run = sequences.get(handle)
             most = min(run.most_tokens, most_tokens) if run is not None else MOST_UNASKED_TOKENS
             if count > most:

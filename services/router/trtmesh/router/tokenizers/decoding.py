@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextOptions:
-    """How ids become text."""
+    """How ids become text, under the names of OpenDecodeCommand."""
 
     skip_special_tokens: bool = True
     stop_texts: tuple[str, ...] = ()
     include_stop_text: bool = False
     min_tokens: int = 0
     """Fewest tokens before the one that completes a stop text."""
-    prompt_end: tuple[int, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
     """The last tokens of the prompt that the text continues."""
     prompt_is_cut: bool = False
     """Whether the prompt has more tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
@@ -11,8 +12,8 @@ from trtmesh.chassis.service import Runtime, Service
 from trtmesh.chassis.settings import ServiceSettings
 from trtmesh.router.links.local import LOCAL, LocalService
 from trtmesh.router.links.turns import ConnectTurns
-from trtmesh.router.tokenizers.decoding import DecodedSequence
-from trtmesh.router.tokenizers.tokenizer import EncodeJob, Pool, Tokenizer, fill_opening
+from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
+from trtmesh.router.tokenizers.tokenizer import EncodeJob, Pool, Tokenizer
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 MOST_OPENED_TOKENS = 4096
@@ -35,7 +36,9 @@ class DirectTexts(Protocol):
     def encode(self, command: pb.EncodeCommand) -> pb.Encoded | None:
         """Encodes a lone short text; None for any other text. Raises the error of the text."""
 
-    def open(self, command: pb.OpenDecodeCommand) -> None:
+    def open(
+        self, handle: int, request_id: str, options: TextOptions, delivered: Sequence[int]
+    ) -> None:
         """Opens a sequence. The first `decode` raises the failure, if any."""
 
     def decode(
@@ -121,9 +124,8 @@ class LocalTokenizer(Tokenizer):
         self._sequences[handle] = sequence
         self._direct.add(handle)
         sequence.decoder = self
-        command = pb.OpenDecodeCommand()
-        fill_opening(command, sequence)
-        texts.open(command)
+        delivered = sequence.token_ids[: sequence.decoded]
+        texts.open(handle, sequence.request_id, sequence.text_options, delivered)
         if sequence.decoded < len(sequence.token_ids):
             self.decode(sequence, sequence.token_ids[sequence.decoded :])
         if sequence.ended and not sequence.over:

@@ -562,7 +562,7 @@ def fill_opening(command: pb.OpenDecodeCommand, sequence: DecodedSequence) -> No
     command.stop_texts.extend(options.stop_texts)
     command.include_stop_text = options.include_stop_text
     command.min_tokens = options.min_tokens
-    command.prompt_token_ids.extend(options.prompt_end)
+    command.prompt_token_ids.extend(options.prompt_token_ids)
     command.prompt_is_cut = options.prompt_is_cut
     command.delivered_token_ids.extend(sequence.token_ids[: sequence.decoded])
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from trtmesh.chassis.error_wire import to_proto
@@ -66,6 +67,23 @@ class Stop:
     stop_index: int
     token_count: int
     """Tokens of the call up to and including the completing token; 0 if an earlier call completed the stop text."""
+
+
+class TextOptions(Protocol):
+    """How ids become text: an OpenDecodeCommand, or the same values of a router in this process."""
+
+    @property
+    def skip_special_tokens(self) -> bool: ...
+    @property
+    def stop_texts(self) -> Sequence[str]: ...
+    @property
+    def include_stop_text(self) -> bool: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def prompt_is_cut(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -167,17 +185,19 @@ class DecodeStates:
     )
     """Shared by the sequences of an item: building the automaton takes longer than a step."""
 
-    def open(self, command: pb.OpenDecodeCommand) -> Iterator[None]:
+    def open(
+        self, handle: int, request_id: str, options: TextOptions, delivered: Sequence[int]
+    ) -> Iterator[None]:
         """Opens a sequence and absorbs the delivered tokens. Yields between steps of a millisecond."""
         try:
-            sequence = self._begin(command)
-            delivered = list(command.delivered_token_ids)
+            sequence = self._begin(handle, request_id, options)
+            self._metrics.replayed_tokens += len(delivered)
             for start in range(0, len(delivered), _ABSORBED_AT_ONCE):
                 sequence.absorb(delivered[start : start + _ABSORBED_AT_ONCE])
                 yield
         except BaseException as error:  # noqa: BLE001 - see _known
-            with request_id_bound(command.request_id):
-                self._fail(command.handle, _known(error))
+            with request_id_bound(request_id):
+                self._fail(handle, _known(error))
 
     def decode(self, command: pb.DecodeCommand, answer: pb.Decoded) -> None:
         """Fills `answer` with the texts of new tokens, in the order of the handles."""
@@ -218,8 +238,7 @@ class DecodeStates:
     def close_all(self) -> None:
         self.close([*self._sequences, *self._failures])
 
-    def _begin(self, command: pb.OpenDecodeCommand) -> DecodeSequence:
-        handle = command.handle
+    def _begin(self, handle: int, request_id: str, options: TextOptions) -> DecodeSequence:
         if handle in self._sequences or handle in self._failures:
             raise _wrong_handle(handle, "is open already; close it before reuse")
         if len(self._sequences) >= self._max_decode_states:
@@ -228,32 +247,31 @@ class DecodeStates:
                 value=str(len(self._sequences)),
                 limit=f"at most {self._max_decode_states}",
             )
-        if "" in command.stop_texts:
+        if "" in options.stop_texts:
             raise InvalidField.of("stop_texts", "", "texts of at least one character")
         self._workload.begin()
         matcher = None
-        if command.stop_texts:
+        if options.stop_texts:
             matcher = matcher_of(
-                self._shared_stop_texts(command), include_stop_text=command.include_stop_text
+                self._shared_stop_texts(options), include_stop_text=options.include_stop_text
             )
         sequence = self._sequences[handle] = DecodeSequence(
             self._vocabulary.continuations.open(
-                command.prompt_token_ids,
-                is_cut=command.prompt_is_cut,
-                skip_special_tokens=command.skip_special_tokens,
+                options.prompt_token_ids,
+                is_cut=options.prompt_is_cut,
+                skip_special_tokens=options.skip_special_tokens,
             ),
             matcher,
             self._vocabulary.size,
-            command.request_id,
-            command.min_tokens,
+            request_id,
+            options.min_tokens,
         )
         self._metrics.open_decode_states += 1
-        self._metrics.replayed_tokens += len(command.delivered_token_ids)
         return sequence
 
-    def _shared_stop_texts(self, command: pb.OpenDecodeCommand) -> StopTexts:
+    def _shared_stop_texts(self, options: TextOptions) -> StopTexts:
         """Built once for all open sequences with these stop texts."""
-        skip, texts = command.skip_special_tokens, tuple(command.stop_texts)
+        skip, texts = options.skip_special_tokens, tuple(options.stop_texts)
         stop_texts = self._stop_texts.get((skip, texts))
         if stop_texts is None:
             omitted = self._vocabulary.special_tokens if skip else NO_SPECIAL_TOKENS
