@@ -33,11 +33,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from re import Pattern
-from typing import TypedDict
+from typing import TypedDict, TypeVar, dataclass_transform
 
 from trtmesh.v1 import generation_pb2 as pb
 
+T = TypeVar("T")
 IdSequence = tuple[int, ...]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def _frozen(cls: type[T]) -> type[T]:
+    """As trtmesh.chassis.frozen."""
+    return dataclass(slots=True, unsafe_hash=True)(cls)
 '''
 SUPPORTED = '''
 def supported_by(backend: str) -> frozenset[str]:
@@ -131,7 +138,7 @@ def _is_message(field: FieldDescriptor) -> bool:
 
 
 def _dataclass(message: Descriptor, facts: Facts) -> str:
-    lines = ["", "@dataclass(frozen=True, slots=True)", f"class {_short(message)}:"]
+    lines = ["", "@_frozen", f"class {_short(message)}:"]
     lines += [f"    {_attribute(field, facts.of(field).default)}" for field in message.fields]
     return "\n".join([*lines, ""])
 

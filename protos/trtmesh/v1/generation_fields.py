@@ -6,14 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from re import Pattern
-from typing import TypedDict
+from typing import TypedDict, TypeVar, dataclass_transform
 
 from trtmesh.v1 import generation_pb2 as pb
 
+T = TypeVar("T")
 IdSequence = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def _frozen(cls: type[T]) -> type[T]:
+    """As trtmesh.chassis.frozen."""
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
+
+@_frozen
 class Stopping:
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -27,7 +34,7 @@ class Stopping:
     bad_token_ids: tuple[IdSequence, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Sampling:
     temperature: float | None = None
     top_k: int | None = None
@@ -51,7 +58,7 @@ class Sampling:
     embedding_bias_token_ids: tuple[IdSequence, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class BeamSearch:
     beam_width: int = 1
     length_penalty: float | None = None
@@ -59,7 +66,7 @@ class BeamSearch:
     diversity_rate: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Output:
     text: bool = True
     skip_special_tokens: bool = True
@@ -76,7 +83,7 @@ class Output:
     receipt: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Lora:
     id: int | None = None
     name: str | None = None
@@ -85,21 +92,21 @@ class Lora:
     version: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Tensor:
     data_type: int = 0
     shape: IdSequence = ()
     data: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class PromptTuning:
     embedding_table: Tensor | None = None
     vocabulary_size: int | None = None
     extra_ids: IdSequence = ()
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Draft:
     token_ids: IdSequence = ()
     logits: Tensor | None = None
@@ -108,21 +115,21 @@ class Draft:
     use_draft_logits: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Lookahead:
     window_size: int | None = None
     ngram_size: int | None = None
     verification_set_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class GuidedDecoding:
     guide_type: int = 0
     guide: str | None = None
     max_whitespace: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class KvCache:
     reuse: bool = True
     salt: str | None = None
@@ -131,7 +138,7 @@ class KvCache:
     decode_duration_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class TokenRangeRetention:
     token_start: int = 0
     token_end: int | None = None
@@ -139,7 +146,7 @@ class TokenRangeRetention:
     duration_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class EncoderDecoder:
     encoder_features: Tensor | None = None
     encoder_output_length: int | None = None
@@ -148,14 +155,14 @@ class EncoderDecoder:
     cross_attention_mask: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Prompt:
     text: str | None = None
     token_ids: Sequence[int] | None = None
     add_special_tokens: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Multimodal:
     images: tuple[Image, ...] = ()
     video: Tensor | None = None
@@ -167,14 +174,14 @@ class Multimodal:
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Image:
     encoded: bytes | None = None
     url: str | None = None
     pixels: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_frozen
 class Handoff:
     phase: int = 0
     state: bytes | None = None

@@ -16,9 +16,9 @@ from trtmesh.router.values.request import (
     MAX_MODEL_CHARACTERS,
     MAX_REQUEST_TOKENS,
     ROUTER_FIELDS,
+    fill_worker_config,
     parse_request,
     parse_stopped,
-    worker_config,
 )
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2 as router_pb
@@ -124,7 +124,8 @@ def test_every_field_of_the_router_exists_and_never_reaches_a_worker() -> None:
         "sampling.embedding_bias_token_ids",
         "sampling.embedding_bias_weights",
     }
-    config = worker_config(item, 5, [(2, 3), ()], [(7, 8), (9,)], drawn_seed=11)
+    config = pb.GenerationConfig()
+    fill_worker_config(config, item, 5, [(2, 3), ()], [(7, 8), (9,)], drawn_seed=11)
     assert [list(ids.ids) for ids in config.stopping.bad_token_ids] == [[1], [7, 8], [9]]
     assert [list(ids.ids) for ids in config.sampling.embedding_bias_token_ids] == [[2, 3], [4]]
     assert list(config.sampling.embedding_bias_weights) == [3.0, -1.0]
@@ -153,7 +154,8 @@ def test_state_of_a_second_half_is_read_and_never_reaches_a_worker() -> None:
     assert not item.is_context_only
     assert item.state is not None
     assert item.worker_fields == frozenset()
-    config = worker_config(item, 1, [], [], drawn_seed=1)
+    config = pb.GenerationConfig()
+    fill_worker_config(config, item, 1, [], [], drawn_seed=1)
     assert config.handoff == pb.HandoffConfig()
 
 

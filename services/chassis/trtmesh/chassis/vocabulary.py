@@ -7,9 +7,9 @@ Python adds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import attrgetter
 
+from trtmesh.chassis.frozen import frozen
 from trtmesh.v1 import generation_fields
 from trtmesh.v1.generation_fields import (
     GREEDY,
@@ -59,7 +59,7 @@ __all__ = [
 _samples_of, NOT_SAMPLED = attrgetter(*SAMPLES), (None,) * len(SAMPLES)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sampling(generation_fields.Sampling):
     def ignored_prompt(self, prompt_tokens: int) -> int:
         """How many leading tokens of a prompt the presence and frequency penalties do not count."""
@@ -74,7 +74,7 @@ class Sampling(generation_fields.Sampling):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Output(generation_fields.Output):
     @property
     def per_token(self) -> bool:
@@ -82,7 +82,7 @@ class Output(generation_fields.Output):
         return self.log_probs or self.top_log_probs > 0 or self.generation_logits
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Adapter:
     """Identity of a LoRA; `version` is the digest of its content, '' where no worker has reported one."""
 
@@ -91,20 +91,20 @@ class Adapter:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GenerationConfig:
     """Everything requested of one item. `fields_set` has the paths of non-default fields, such as `sampling.top_k`."""
 
-    stopping: Stopping = Stopping()  # noqa: RUF009 - frozen
+    stopping: Stopping = Stopping()
     sampling: Sampling = Sampling()
-    beam_search: BeamSearch = BeamSearch()  # noqa: RUF009 - frozen
+    beam_search: BeamSearch = BeamSearch()
     output: Output = Output()
     lora: Lora | None = None
     prompt_tuning: PromptTuning | None = None
     draft: Draft | None = None
     lookahead: Lookahead | None = None
     guided_decoding: GuidedDecoding | None = None
-    kv_cache: KvCache = KvCache()  # noqa: RUF009 - frozen
+    kv_cache: KvCache = KvCache()
     encoder_decoder: EncoderDecoder | None = None
     multimodal: Multimodal | None = None
     handoff: Handoff | None = None

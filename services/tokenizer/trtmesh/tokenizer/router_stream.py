@@ -339,6 +339,7 @@ def _fill_encoded(encoded: pb.Encoded, texts: EncodedTexts, metrics: TokenizerMe
         spelled = encoded.spelled_words.add().spellings
         for ids in spellings:
             spelled.add(ids=ids)
-    encoded.token_bytes.extend(texts.token_bytes)
+    if texts.token_bytes:
+        encoded.token_bytes.extend(texts.token_bytes)
     if texts.stop_vocabulary is not None:
         encoded.stop_vocabulary.CopyFrom(texts.stop_vocabulary)

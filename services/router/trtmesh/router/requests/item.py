@@ -164,11 +164,10 @@ class ItemRun:
     async def _place(self) -> None:
         """Dispatches all sequences without a worker, once the client has read enough and a worker takes them."""
         while self._needs_worker and self._error is None:
-            news = self._news = self._loop.create_future()
             if self._context.pace.paused:
                 self.stage = "paused"
                 self._placer.drop_promise()
-                await news
+                await self._next_news()
                 continue
             self.stage = "place"
             await self._turn()
@@ -179,7 +178,7 @@ class ItemRun:
             try:
                 plan = self._placer.place(self._encoded, waiting)
             except (NoWorker, AdapterNotFound) as error:
-                await self._wait_for_worker(error, news)
+                await self._wait_for_worker(error)
                 continue
             try:
                 if self._encoded.adapter is None or await self._deliver(plan, waiting):
@@ -189,6 +188,11 @@ class ItemRun:
                 plan.release()
                 raise
             plan.release()
+
+    def _next_news(self) -> asyncio.Future[None]:
+        """Done once the item must look at its state again."""
+        self._news = self._loop.create_future()
+        return self._news
 
     async def _turn(self) -> None:
         """Waits for a turn, so that a burst of starts, ends or losses does not hold up running streams; what runs goes
@@ -247,15 +251,13 @@ class ItemRun:
     async def _no_worker_needed(self) -> None:
         """Waits until the item must not be placed now."""
         while self._may_be_placed:
-            self._news = self._loop.create_future()
-            await self._news
+            await self._next_news()
 
     async def _generate(self) -> None:
         """Waits until all sequences ended, or any failed or needs another worker."""
         self.stage = "generate" if self._runs else "reserve"
         while not (self._over or self._settled or self._needs_worker or self._error is not None):
-            self._news = self._loop.create_future()
-            await self._news
+            await self._next_news()
         if self._error is not None:
             raise self._error
 
@@ -448,10 +450,8 @@ class ItemRun:
             self._mesh.tokenizers.attach(run)
         return run
 
-    async def _wait_for_worker(
-        self, error: NoWorker | AdapterNotFound, news: asyncio.Future[None]
-    ) -> None:
-        final = await self._placer.wait(error, news, self.generated_tokens)
+    async def _wait_for_worker(self, error: NoWorker | AdapterNotFound) -> None:
+        final = await self._placer.wait(error, self._next_news(), self.generated_tokens)
         if final is None:
             return
         if not self._runs:

@@ -35,7 +35,7 @@ from trtmesh.router.requests.encoding import EncodedItem
 from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, GroupMember
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.tracing import ItemTrace, LegTrace
-from trtmesh.router.values.request import ItemRequest, worker_config
+from trtmesh.router.values.request import ItemRequest, fill_worker_config
 from trtmesh.v1 import engine_pb2 as engine_pb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -536,7 +536,8 @@ def command_of(
         stop_vocabulary=encoded.stop_vocabulary,
         end_ids=encoded.end_ids,
     )
-    config = worker_config(
+    fill_worker_config(
+        command.config,
         item,
         len(encoded.token_ids),
         encoded.word_ids,
@@ -544,7 +545,6 @@ def command_of(
         context.drawn_seed,
         encoded.identity,
     )
-    command.config.CopyFrom(config)
     return command
 
 

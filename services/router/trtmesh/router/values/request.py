@@ -296,20 +296,21 @@ def _parse_item(
     return ItemRequest(batch_index, prompt, config, message, draw_index, state, chat)
 
 
-def worker_config(
+def fill_worker_config(
+    config: pb.GenerationConfig,
     item: ItemRequest,
     prompt_tokens: int,
     word_ids: list[tuple[int, ...]],
     spelled_ids: list[tuple[int, ...]],
     drawn_seed: int,
     adapter: Adapter | None = None,
-) -> pb.GenerationConfig:
-    """The worker's config: without the router's fields, with ids for texts, with a seed and the version of the adapter.
+) -> None:
+    """Writes the worker's config: without the router's fields, with ids for texts, a seed, and the adapter's version.
 
     `word_ids` are the ids of the bias texts in order; empty entries are dropped. `spelled_ids` are all spellings of
     the bad texts. `drawn_seed` replaces a missing seed. A single extra id of a text prompt is repeated for each token.
     """
-    config = versioned_config(item.message, adapter)
+    config.CopyFrom(item.message if adapter is None else versioned_config(item.message, adapter))
     for path in item.config.fields_set & ROUTER_FIELDS:
         group, name = path.split(".")
         getattr(config, group).ClearField(name)
@@ -323,15 +324,10 @@ def worker_config(
         extra_ids.extend([extra_ids[0]] * (prompt_tokens - 1))
     seed = item.config.sampling.seed
     config.sampling.seed = drawn_seed if seed is None else seed
-    return config
 
 
-def versioned_config(message: pb.GenerationConfig, adapter: Adapter | None) -> pb.GenerationConfig:
+def versioned_config(message: pb.GenerationConfig, adapter: Adapter) -> pb.GenerationConfig:
     """Returns a copy with name and version of the adapter, without the weights, which may be large."""
-    config = pb.GenerationConfig()
-    if adapter is None:
-        config.CopyFrom(message)
-        return config
     copied = {each.name: value for each, value in message.ListFields() if each.name != "lora"}
     lora = pb.LoraConfig(id=adapter.id, name=adapter.name, version=adapter.version)
     return pb.GenerationConfig(**copied, lora=lora)
