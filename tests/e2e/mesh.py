@@ -65,8 +65,12 @@ SIMULATED = (
 )
 """Engine flags: simulates the demo model."""
 
-LASTING = (*SIMULATED, "--simulated-timing-step-ms", "20")
-"""Engine flags: the longest streams last minutes, and few tokens outlast what a test does meanwhile."""
+LASTING = (
+    *SIMULATED,
+    *("--simulated-timing-step-ms", "20", "--load-interval-seconds", "0.1"),
+)
+"""Engine flags: the longest streams last minutes, few tokens outlast what a test does meanwhile, and waiting costs
+little."""
 
 WIDE_TOKENS = (
     "--simulated-vocabulary-first-token-id",

@@ -23,7 +23,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "short": {"prompts": ["Hello there", "naïve 😀 Größe"]},
     "long": {"prompts": ["word " * 5_000], "max_tokens": 2},
     "stop": {"prompts": ["Stop at a letter"], "stop_texts": ["a", "eE"], "max_tokens": 200},
-    "several": {"prompts": [f"prompt {n}" for n in range(300)], "max_tokens": 3},
+    "several": {"prompts": [f"prompt {n}" for n in range(60)], "max_tokens": 3},
     "ids": {"prompts": [[70, 71, 72]], "num_return_sequences": 3},
 }
 

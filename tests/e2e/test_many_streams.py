@@ -13,7 +13,7 @@ from trtmesh.client import FinishReason
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STREAMS = 1000
-TOKENS = 8
+TOKENS = 4
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -41,7 +41,7 @@ async def test_thousand_requests_at_once_get_every_token(mesh: Mesh) -> None:
 
 
 async def test_thousand_prompts_of_one_request_get_every_token(mesh: Mesh) -> None:
-    items = await mesh.open([f"item {n}" for n in range(STREAMS)], max_tokens=4).result()
-    assert [len(item.token_ids) for item in items] == [4] * STREAMS
+    items = await mesh.open([f"item {n}" for n in range(STREAMS)], max_tokens=2).result()
+    assert [len(item.token_ids) for item in items] == [2] * STREAMS
     assert all(item.text == decode(item.token_ids) for item in items[::50])
     await mesh.idle()

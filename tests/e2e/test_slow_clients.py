@@ -13,7 +13,7 @@ from process_constants import constants
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
-TOKENS = 10_000
+TOKENS = 4_000
 """Several times what buffers hold between a router and a client."""
 FLAT_OUT = (*SIMULATED, "--simulated-timing-step-ms", "0", "--simulated-limits-max-sequence-tokens", "1000000",
             "--simulated-kv-cache-total-blocks", "100000")  # fmt: skip
@@ -71,14 +71,14 @@ def tokens_of(events: list[router_pb2.GenerateEvent]) -> tuple[dict[int, list[in
     return ids, text
 
 
-@pytest.mark.parametrize("limit", [constants(buffer_tokens=2000), constants(buffer_bytes=16_000)])
+@pytest.mark.parametrize("limit", [constants(buffer_tokens=800), constants(buffer_bytes=6_400)])
 async def test_slow_client_is_paused_and_delays_no_other(
     limit: tuple[str, ...],
 ) -> None:
     flags = (*PATIENT, *limit, *constants(client_unread_seconds=3600))
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
-        prompts = [f"normal {number}" for number in range(32)]
-        expected = await mesh.client.complete(prompts, max_tokens=50)
+        prompts = [f"normal {number}" for number in range(8)]
+        expected = await mesh.client.complete(prompts, max_tokens=20)
         async with slow_call(mesh, text=True) as fast:
             whole = await read_all(fast)
         async with slow_call(mesh, text=True) as call:
@@ -87,7 +87,7 @@ async def test_slow_client_is_paused_and_delays_no_other(
             await eventually(lambda: mesh.has_stage("paused"))
             # A paused request holds no KV blocks and no handles.
             await eventually(lambda: holds_nothing(mesh))
-            readers = [mesh.open([prompt], max_tokens=50) for prompt in prompts]
+            readers = [mesh.open([prompt], max_tokens=20) for prompt in prompts]
             for reader, normal in zip(readers, expected, strict=True):
                 # A busy machine has the whole in fewer messages.
                 await read(call, events)
@@ -109,7 +109,7 @@ async def holds_nothing(mesh: Mesh) -> bool:
 
 
 async def test_paused_request_can_be_stopped() -> None:
-    flags = constants(client_unread_seconds=3600, buffer_tokens=2000)
+    flags = constants(client_unread_seconds=3600, buffer_tokens=800)
     async with running_mesh(engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         async with slow_call(mesh) as call:
             await eventually(lambda: mesh.has_stage("paused"))
@@ -131,7 +131,7 @@ async def test_paused_request_can_be_stopped() -> None:
 
 async def test_paused_sequence_returns_to_its_kv() -> None:
     """A single sequence: its KV waits on a worker, and moves to another if that one drains meanwhile."""
-    flags = (*PATIENT, *constants(client_unread_seconds=3600, buffer_tokens=2000))
+    flags = (*PATIENT, *constants(client_unread_seconds=3600, buffer_tokens=800))
     async with running_mesh(engines=2, engine_flags=FLAT_OUT, router_flags=flags) as mesh:
         async with slow_call(mesh, sequences=1) as fast:
             whole = await read_all(fast)

@@ -24,7 +24,7 @@ import pytest_asyncio
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from certificates import Authority, KeyPair
-from e2e.mesh import DEMO, LASTING, PATIENT, SIMULATED, StreamReader, eventually
+from e2e.mesh import DEMO, LASTING, PATIENT, SIMULATED, StreamReader, eventually, lasting
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import ServiceProcess, run_to_exit, service_process
 from trtmesh.chassis.channels import open_channel
@@ -342,7 +342,7 @@ async def until_status(address: str, tls: ClientTls, status: str) -> None:
     async def as_wanted() -> bool:
         return await health(address, tls) == status
 
-    await eventually(as_wanted)
+    await lasting(as_wanted)
 
 
 @dataclass

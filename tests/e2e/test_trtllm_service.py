@@ -250,7 +250,7 @@ async def test_a_hundred_calls_at_once(simulated_engine: ServiceProcess) -> None
 
 
 async def test_a_slow_reader_delays_nobody_and_loses_nothing() -> None:
-    count = 8000
+    count = 4000
     async with (
         started(*SIMULATED, *LONG, "--simulated-timing-step-ms", "1") as engine,
         # With a fixed window, so that the server has to wait.
@@ -260,7 +260,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing() -> None:
         call = slow.Generate(request("slow", max_tokens=count, ignore_eos=True))
         outputs: dict[int, Output] = {}
         take(outputs, await call.read())
-        for number in range(10):
+        for number in range(3):
             quick = await generate(stub, request(f"quick-{number}", max_tokens=16, ignore_eos=True))
             assert len(quick[0].token_ids) == 16
         # It computes to the end, and the memory of the waiting tokens is that of the call.
