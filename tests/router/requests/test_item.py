@@ -329,22 +329,28 @@ async def test_refusals_after_dispatches_end_with_the_wait_and_repeat_ever_more_
 
 
 async def test_a_token_ends_the_wait_that_refusals_began() -> None:
-    async with fleet(retries={"worker_wait_seconds": 6.0}) as on:
-        asked = on.ask([5])
-        one = await on.first()
-        handle = one.submits[0].handle
-        for token in range(4):
-            other = on.other(one)
-            count = len(other.submits)
+    async with fleet(retries={"worker_wait_seconds": 5.0}) as on:
+        asked, submits = on.ask([5]), 0
+
+        async def taker() -> tuple[ScriptedEngine, int]:
+            """The next worker of the item, and its handle there."""
+            nonlocal submits
+            submits += 1
+            await on.submitted(submits)
+            latest = max(on.engines, key=lambda engine: engine.submitted_at)
+            return latest, latest.submits[-1].handle
+
+        one, handle = await taker()
+        for token in range(5):
             await one.step((handle, token, [token]))
-            await one.step(ends=[refusal(handle, QueueFull("full"))])
-            one = other
-            await eventually(lambda: len(one.submits) > count)  # noqa: B023
-            handle = one.submits[-1].handle
-            # Together longer than the wait.
-            await asyncio.sleep(1.6)
-        await one.step((handle, 4, [9]), ends=[(handle, LENGTH)])
-        assert (await asked)[0].token_ids == (0, 1, 2, 3, 9)
+            # Both refuse it, so that it waits.
+            for _ in on.engines:
+                await one.step(ends=[refusal(handle, QueueFull("full"))])
+                one, handle = await taker()
+            # Longer than the wait until the last refusal.
+            await asyncio.sleep(1.4)
+        await one.step((handle, 5, [9]), ends=[(handle, LENGTH)])
+        assert (await asked)[0].token_ids == (0, 1, 2, 3, 4, 9)
 
 
 async def test_item_breaking_every_worker_fails(monkeypatch: pytest.MonkeyPatch) -> None:
