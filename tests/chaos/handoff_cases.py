@@ -76,7 +76,6 @@ async def suffer(mesh: HandoffMesh, case: Case, scene: type[Prefill]) -> None:
         check_beginning(items, expected)
         assert contents(compress(items, whole)) == contents(compress(expected, whole))
         print(f"{case}: stall {stall * 1000:.0f} ms")
-    await mesh.settle()
 
 
 @asynccontextmanager

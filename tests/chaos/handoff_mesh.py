@@ -42,7 +42,7 @@ SIMULATED_WORKER = (
     *SIMULATED,
     *WIDE_TOKENS,
     # A few tokens take as long as a handoff.
-    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "32", "--load-interval-seconds", "0.2"),
     # A prefill takes several chunks.
     *("--simulated-timing-prefill-tokens-per-step", "32"),
     *("--simulated-timing-prefill-tokens-per-second", "10000"),
@@ -56,7 +56,7 @@ ROUTER = (
     # Every lost process comes back.
     *("--retries-worker-wait-seconds", "60"),
     *constants(tokenizer_wait_seconds=60, max_lost_workers=100, max_lost_tokenizers=100),
-    *constants(client_unread_seconds=60, buffer_tokens=50),
+    *constants(client_unread_seconds=60, buffer_tokens=25),
 )
 
 

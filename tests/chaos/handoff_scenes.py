@@ -47,7 +47,7 @@ class Drain(Prefill):
     """Running sequences whose worker is drained."""
 
     steps = MOVING
-    prompt_tokens, max_tokens = 200, 100
+    prompt_tokens, max_tokens = 200, 50
     messages_before = 0
     """A running sequence has all its KV in one part."""
 
@@ -116,7 +116,7 @@ class Pause(Prefill):
     """Sequences whose KV waits for a client that reads nothing, until it reads again."""
 
     steps = (PARKED, "reserving", *MOVING[2:])
-    prompts, prompt_tokens, max_tokens = 2, 100, 100
+    prompts, prompt_tokens, max_tokens = 2, 100, 50
     messages_before = 0
 
     async def begin(self) -> bool:

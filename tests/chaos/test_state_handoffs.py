@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "ignore_end_id": True,
     "temperature": 0.9,
     "seed": 5,
-    "max_tokens": 50,
+    "max_tokens": 30,
 }
 ATTEMPTS = 20
 """A slow moment of the machine may let a request pass a stage unseen."""
