@@ -165,9 +165,16 @@ def test_failed_item_is_status_1_and_siblings_complete(router: str) -> None:
     assert ends[1]["error"]["reason"] == "PROMPT_TOO_LONG"
 
 
-@pytest.mark.parametrize("flags", [("\udcff",), ("--request-id", "\udcff", "a"), ("-",)])
-def test_invalid_utf_8_is_one_line(flags: tuple[str, ...]) -> None:
-    command = [TRTMESH, "generate", "--router", "127.0.0.1:1", *flags]
+@pytest.mark.parametrize("flags", [("\udcff",), ("--request-id", "\udcff", "a")])
+def test_invalid_utf_8_of_an_argument_is_one_line(flags: tuple[str, ...]) -> None:
+    result = trtmesh("generate", "--router", "127.0.0.1:1", *flags)
+    assert result.returncode in (1, 2)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("trtmesh: error: INVALID_FIELD: ")
+
+
+def test_invalid_utf_8_of_standard_input_is_one_line() -> None:
+    command = [TRTMESH, "generate", "--router", "127.0.0.1:1", "-"]
     env = {**os.environ, "PYTHONUTF8": "1"}
     result = subprocess.run(command, input=b"\xff\n", capture_output=True, env=env, check=False)
     assert result.returncode in (1, 2)

@@ -49,14 +49,14 @@ def test_prefix_policies_reuse_more() -> None:
 def test_unrelated_prompts_spread_evenly(policy: str, workers: int) -> None:
     dice = Random(1)
     seconds, arrivals = 0.0, []
-    for number in range(240):
+    for number in range(120):
         seconds += dice.expovariate(3.0 * workers)
         tokens, new_tokens = dice.randint(50, 2000), dice.randint(1, 300)
         blocks = tuple(number * 100 + block for block in range(tokens // 64))
         arrivals.append(Arrival(seconds, tokens, new_tokens, 64, blocks))
     shares = replay(arrivals, policy, FleetModel(workers=workers)).items_by_worker
-    assert max(shares) < 1.3 * 240 / workers
-    assert min(shares) > 0.7 * 240 / workers
+    assert max(shares) < 1.3 * 120 / workers
+    assert min(shares) > 0.7 * 120 / workers
 
 
 def test_load_policies_handle_long_prompts_among_short_ones() -> None:
@@ -238,12 +238,12 @@ def test_conditional_choice_is_close_to_the_best_fixed_one() -> None:
 
 
 def test_routers_that_learn_from_workers_alone_reuse_nearly_as_much_as_one() -> None:
-    arrivals = shared_prefixes(300)
+    arrivals = shared_prefixes(150)
     one, eight = (
         replay(arrivals, "prefix_aware", FleetModel(workers=12, routers=routers))
         for routers in (1, 8)
     )
-    assert sum(eight.items_by_worker) == eight.items == 300
+    assert sum(eight.items_by_worker) == eight.items == 150
     assert 0.9 * one.reused_tokens < eight.reused_tokens
     assert 0 < eight.index_blocks <= eight.kv_event_blocks
     assert max(eight.busy_by_worker) <= eight.seconds
