@@ -286,8 +286,11 @@ def test_watches_come_back_after_a_router_was_lost() -> None:
             watches = (top, workers, handoffs)
             for each in watches:
                 each.wait_until(partial(getattr, each, "out"), "a first look")
+            # It stays away until the last of them has looked.
+            stack.signal(signal.SIGSTOP)
             router.kill()
             for each in watches:
                 each.wait_for("the router is lost")
+            stack.signal(signal.SIGCONT)
             for each in watches:
                 each.wait_for("the router is back")
