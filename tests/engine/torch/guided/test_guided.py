@@ -283,7 +283,7 @@ async def test_compilations_whose_items_left_delay_no_other(
     begun = list[Popen[bytes]]()
 
     def endless() -> Popen[bytes]:
-        begun.append(Popen((sys.executable, "-c", "while True: pass"), stdin=PIPE))
+        begun.append(Popen((sys.executable, "-c", "import time; time.sleep(3600)"), stdin=PIPE))
         return begun[-1]
 
     def at_once() -> int:
