@@ -266,7 +266,7 @@ class DirectTexts:
         self._states = DecodeStates(
             shared.vocabulary, shared.workload, shared.metrics, shared.limits.max_decode_states
         )
-        self.decode = self._states.decode_one
+        self.decode, self.close = self._states.decode_one, self._states.close
 
     def encode(self, command: pb.EncodeCommand) -> pb.Encoded | None:
         """Encodes a lone short text; None for anything else, which the stream takes. Raises the error of the text."""
@@ -301,10 +301,6 @@ class DirectTexts:
         """Opens a sequence with few delivered tokens. The first `decode` raises the failure, if any."""
         for _ in self._states.open(handle, request_id, options, delivered):
             pass
-
-    def close(self, handle: int) -> None:
-        """Drops a sequence."""
-        self._states.close((handle,))
 
     def end(self) -> None:
         """Drops all sequences."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """Bytes in memory. A memoryview has a single dimension of bytes."""
@@ -103,7 +104,8 @@ class Http2StreamError(Http2Error):
     """A stream error: RST_STREAM, and other streams continue (RFC 9113, section 5.4.2)."""
 
 
-class Frame(NamedTuple):
+@dataclass(slots=True)
+class Frame:
     """A received frame."""
 
     type: int
@@ -112,7 +114,8 @@ class Frame(NamedTuple):
     payload: bytes
 
 
-class Data(NamedTuple):
+@dataclass(slots=True)
+class Data:
     """A received DATA frame, or a part."""
 
     type: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from hpack import Decoder, HPACKError
 from hpack.table import HeaderTable
@@ -46,7 +46,8 @@ _PRIORITY_BYTES = 5
 logging.getLogger("hpack").setLevel(logging.WARNING)
 
 
-class HeaderBlock(NamedTuple):
+@dataclass(slots=True)
+class HeaderBlock:
     """Decoded headers or trailers of a stream."""
 
     stream_id: int

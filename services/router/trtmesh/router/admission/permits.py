@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Annotated
@@ -84,9 +84,9 @@ class Permit:
     running: bool = False
     waiter: asyncio.Future[None] | None = None
 
-    async def admitted(self, priority: int) -> None:
+    def admitted(self, priority: int) -> Awaitable[None]:
         """Waits until the item may run. Raises QueueTimeout."""
-        await self.queue.wait(self, priority)
+        return self.queue.wait(self, priority)
 
     def give_back(self, *_: object) -> None:
         """Frees the place of an item after the end. Also the done callback of the item's task."""

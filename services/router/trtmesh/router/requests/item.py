@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from trtmesh.chassis.errors import AdapterNotFound, Draining, HandoffFailed, NoWorker, TrtmeshError
@@ -194,11 +194,11 @@ class ItemRun:
         self._news = self._loop.create_future()
         return self._news
 
-    async def _turn(self) -> None:
+    def _turn(self) -> Awaitable[None]:
         """Waits for a turn, so that a burst of starts, ends or losses does not hold up running streams; what runs goes
         before what starts."""
         context = self._context
-        await (context.running if self._runs else context.starting).turn()
+        return (context.running if self._runs else context.starting).turn()
 
     async def _deliver(self, plan: Plan, waiting: Sequence[SequenceRun]) -> bool:
         """Has the plan's workers load the item's adapter; False if the item must be placed again."""

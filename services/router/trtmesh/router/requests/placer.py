@@ -453,10 +453,10 @@ class Placer:
             item_sequences=self._item.sequences if together else 1,
             beams=beams,
             max_tokens=config.stopping.max_tokens,
-            exclude=self._excluded(failures),
+            exclude=self._excluded(failures) if failures or self._identity else {},
             avoid=self._member.avoid if self._member else frozenset(),
             prefer=self._member.prefer if self._member else "",
-            refused_by=dict(self._refusals),
+            refused_by=self._refusals.copy(),
             may_split=self.may_hand_over
             and self._is_divisible(encoded, waiting, together=together),
         )

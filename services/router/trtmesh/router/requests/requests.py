@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from time import monotonic
 from typing import TypeAlias
@@ -47,12 +47,14 @@ class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
         request: GenerationRequest,
         received: Received,
         remaining_seconds: float | None,
+        owner: Identity,
         origin: str,
-        admission: Callable[[], Awaitable[Admitted]],
+        *,
+        resumes: bool,
     ) -> None:
         self._requests, self._request, self._received = requests, request, received
-        self._remaining_seconds, self._origin = remaining_seconds, origin
-        self._admission = admission
+        self._remaining_seconds, self._owner, self._origin = remaining_seconds, owner, origin
+        self._resumes = resumes
         self._trace: CallTrace | None = None
 
     def traced(self, trace: CallTrace) -> None:
@@ -62,11 +64,15 @@ class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
 
     async def __aenter__(self) -> LiveRequest:
         """Starts the items. Raises the refusal."""
-        admitted = await self._admission()
-        self._live = live = self._requests.begin(
-            self._request,
+        requests, request, received = self._requests, self._request, self._received
+        if self._resumes:
+            admitted = await requests.admit_again(request, received, self._owner)
+        else:
+            admitted = requests.admit(request, received, self._owner)
+        self._live = live = requests.begin(
+            request,
             admitted,
-            self._received,
+            received,
             self._remaining_seconds,
             self._origin,
             self._trace,
@@ -110,15 +116,9 @@ class Requests:
     ) -> RunningRequest:
         """Runs a request's items, or what is left after `received`, inside the block and stops the rest on exit. They
         share the turns of `origin`, the client's address."""
-
-        async def admitted() -> Admitted:
-            if self.find(owner, request.request_id) is not None:
-                raise AlreadyExists(
-                    f"{request.request_id!r} is live; choose another", field="request_id"
-                )
-            return self._admit(request, received, owner)
-
-        return RunningRequest(self, request, received, remaining_seconds, origin, admitted)
+        return RunningRequest(
+            self, request, received, remaining_seconds, owner, origin, resumes=False
+        )
 
     def resume(
         self,
@@ -129,21 +129,33 @@ class Requests:
         origin: str,
     ) -> RunningRequest:
         """Runs the rest of a request as `open` does. Admission ends the owner's live call of that id, if any."""
+        return RunningRequest(
+            self, request, received, remaining_seconds, owner, origin, resumes=True
+        )
 
-        async def admitted() -> Admitted:
-            former = self.find(owner, request.request_id)
-            admitted = self._admit(request, received, owner, former)
-            try:
-                await self._end_former_calls(request.request_id, owner)
-            except BaseException:
-                # The client may be gone by now.
-                for permit in admitted.permits:
-                    permit.give_back()
-                    admitted.account.item_ended()
-                raise
-            return admitted
+    def admit(self, request: GenerationRequest, received: Received, owner: Identity) -> Admitted:
+        """Admits a request of a new id. Raises the refusal."""
+        if self.find(owner, request.request_id) is not None:
+            raise AlreadyExists(
+                f"{request.request_id!r} is live; choose another", field="request_id"
+            )
+        return self._admit(request, received, owner)
 
-        return RunningRequest(self, request, received, remaining_seconds, origin, admitted)
+    async def admit_again(
+        self, request: GenerationRequest, received: Received, owner: Identity
+    ) -> Admitted:
+        """Admits a request in the place of the owner's live call of its id, which ends. Raises the refusal."""
+        former = self.find(owner, request.request_id)
+        admitted = self._admit(request, received, owner, former)
+        try:
+            await self._end_former_calls(request.request_id, owner)
+        except BaseException:
+            # The client may be gone by now.
+            for permit in admitted.permits:
+                permit.give_back()
+                admitted.account.item_ended()
+            raise
+        return admitted
 
     def begin(
         self,

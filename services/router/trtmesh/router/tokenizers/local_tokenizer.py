@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
@@ -46,8 +46,8 @@ class DirectTexts(Protocol):
     ) -> tuple[str, StopFound | None]:
         """Decodes new tokens of a sequence. Raises the failure of the sequence."""
 
-    def close(self, handle: int) -> None:
-        """Drops a sequence."""
+    def close(self, handles: Iterable[int]) -> None:
+        """Drops sequences."""
 
     def end(self) -> None:
         """Drops all sequences."""
@@ -171,7 +171,7 @@ class LocalTokenizer(Tokenizer):
         self._direct.remove(handle)
         del self._sequences[handle]
         if self._texts is not None:
-            self._texts.close(handle)
+            self._texts.close((handle,))
 
     def lost(self, problem: str) -> None:
         self._direct.clear()
