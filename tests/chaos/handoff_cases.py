@@ -26,6 +26,9 @@ TRANSPORTS = ["shared_memory", "grpc"] + ["nixl"] * (find_spec("nixl_cu12") is n
 ATTEMPTS = 20
 """A slow moment of the machine may end a request before its step."""
 
+LONG = 400
+"""Tokens of a request that its client ends: more than a busy machine generates before it does."""
+
 FIRST_DEADLINE_SECONDS = 0.5
 """Less than the mesh takes to do without a held handoff."""
 
@@ -66,6 +69,8 @@ async def suffer(mesh: HandoffMesh, case: Case, scene: type[Prefill]) -> None:
         stall = held.reader.stall_seconds(struck_at)
     await mesh.settle()
     held.options.pop("timeout_seconds", None)
+    if case.fault in CLIENT:
+        held.options["max_tokens"] = longest(items)
     expected = await mesh.client.complete(held.prompts, **held.options)
     if case.fault in CLIENT:
         check_beginning(items, expected)
@@ -86,7 +91,8 @@ async def held_at(mesh: HandoffMesh, case: Case, scene_type: type[Prefill]) -> A
         is_alone = case.fault == DAMAGE and case.scene != "pause"
         count = 1 if is_alone else scene_type.prompts
         prompts = mesh.fresh_prompts(count, scene_type.prompt_tokens)
-        options = {**OPTIONS, "max_tokens": scene_type.max_tokens}
+        tokens = LONG if case.fault in CLIENT else scene_type.max_tokens
+        options = {**OPTIONS, "max_tokens": tokens}
         if case.fault == "deadline":
             options["timeout_seconds"] = FIRST_DEADLINE_SECONDS * 2**attempt
         async with client_of(mesh, case) as (client, proxy):
@@ -148,6 +154,11 @@ async def end_by_client(held: Held, fault: str) -> None:
                 ends = {item.reason for item in items}
                 assert ends
                 assert ends <= possible
+
+
+def longest(items: Sequence[ItemResult]) -> int:
+    """The most tokens that a client got of a sequence, or 1."""
+    return max((len(each.token_ids) for item in items for each in item.sequences), default=0) or 1
 
 
 def check_beginning(items: Sequence[ItemResult], whole: Sequence[ItemResult]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from chaos.fragile import contents
-from chaos.handoff_cases import check_beginning
+from chaos.handoff_cases import LONG, check_beginning, longest
 from chaos.handoff_mesh import ROUTERS, SENDER, HandoffMesh
 from chaos.proxy import Proxy, proxy_to
 from chaos.state_mesh import CONTINUED, STAGES, state_mesh
@@ -26,8 +26,8 @@ OPTIONS: dict[str, Any] = {
     "ignore_end_id": True,
     "temperature": 0.9,
     "seed": 5,
-    "max_tokens": 30,
 }
+TOKENS = 30
 ATTEMPTS = 20
 """A slow moment of the machine may let a request pass a stage unseen."""
 
@@ -50,7 +50,9 @@ class Held:
 
 
 @asynccontextmanager
-async def held_at(mesh: HandoffMesh, stage: str, *, resumes: bool = True) -> AsyncIterator[Held]:
+async def held_at(
+    mesh: HandoffMesh, stage: str, *, resumes: bool = True, tokens: int = TOKENS
+) -> AsyncIterator[Held]:
     """A request at a stage, of a client of the first router, and of the other as its second choice if it `resumes`."""
     first, other = (mesh.routers[name].address for name in ROUTERS)
     for _ in range(ATTEMPTS):
@@ -58,7 +60,7 @@ async def held_at(mesh: HandoffMesh, stage: str, *, resumes: bool = True) -> Asy
         async with proxy_to(first) as proxy:
             addresses = [proxy.address, other] if resumes else [proxy.address]
             async with Client(addresses, resume_seconds=60 if resumes else 0) as client:
-                reader = StreamReader(client, prompts, **OPTIONS)
+                reader = StreamReader(client, prompts, **OPTIONS, max_tokens=tokens)
                 try:
                     if await _reaches(mesh, reader, stage):
                         explained = await mesh.admin.explain(reader.request_id)
@@ -91,7 +93,8 @@ async def complete(mesh: HandoffMesh, held: Held) -> None:
     """Waits for the end of a request, and checks its tokens, and that nothing is left."""
     items = await held.reader.result()
     await mesh.settle()
-    assert contents(items) == contents(await mesh.client.complete(held.prompts, **OPTIONS))
+    whole = await mesh.client.complete(held.prompts, **OPTIONS, max_tokens=TOKENS)
+    assert contents(items) == contents(whole)
     await mesh.settle()
 
 
@@ -119,7 +122,7 @@ async def kill(mesh: HandoffMesh, name: str) -> None:
     ],
 )
 async def test_client_ends_both_halves(mesh: HandoffMesh, stage: str, how: str) -> None:
-    async with held_at(mesh, stage, resumes=how != "disconnect") as held:
+    async with held_at(mesh, stage, resumes=how != "disconnect", tokens=LONG) as held:
         reader = held.reader
         if how == "stop":
             assert await mesh.client.stop(reader.request_id) == 1
@@ -131,7 +134,9 @@ async def test_client_ends_both_halves(mesh: HandoffMesh, stage: str, how: str) 
             with pytest.raises(Unavailable):
                 await reader.result()
         await mesh.settle()
-        check_beginning(reader.items, await mesh.client.complete(held.prompts, **OPTIONS))
+        tokens = longest(reader.items)
+        whole = await mesh.client.complete(held.prompts, **OPTIONS, max_tokens=tokens)
+        check_beginning(reader.items, whole)
         await mesh.settle()
 
 
