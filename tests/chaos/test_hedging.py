@@ -193,23 +193,35 @@ async def begun(reader: StreamReader) -> None:
     await reader.until(lambda r: all(min(r.positions(index), default=0) > 5 for index in indices))
 
 
+def items_at(worker: str, reader: StreamReader) -> int:
+    return sum(item.started.worker == worker for item in reader.items if item.started)
+
+
+async def opened_at(
+    scene: Hedged, worker: str, kind: str, options: Mapping[str, Any], prompts: Sequence[str]
+) -> StreamReader:
+    """A stream with items at a worker, which has none of a stream that begins in a slow moment of it."""
+    while True:
+        reader = scene.open(kind, options, prompts)
+        await reader.until(lambda r: all(item.started for item in r.items))
+        if items_at(worker, reader):
+            return reader
+        await reader.cancel()
+
+
 async def test_frozen_worker_is_not_noticed() -> None:
     """Until it thaws, all its sequences go on at the other worker, and what it computed is equal."""
     slow = ("--simulated-timing-step-ms", "32")
     async with hedged(2, *GENEROUS, flags=[slow] * 2) as scene:
         kinds, prompts = {**KINDS, **ENDING}, PROMPTS[:3]
         expected = await scene.complete(kinds, prompts)
-        readers = dict[str, StreamReader]()
-        for kind, options in kinds.items():
-            # One after another, so that each has items at both.
-            readers[kind] = scene.open(kind, options, prompts)
-            await readers[kind].until(lambda r: all(item.started for item in r.items))
-        frozen = scene.worker_of(readers["greedy"])
-        there = {
-            kind: sum(item.started.worker == frozen for item in reader.items if item.started)
-            for kind, reader in readers.items()
+        frozen = "engine-0"
+        # One after another, so that each has items at both.
+        readers = {
+            kind: await opened_at(scene, frozen, kind, options, prompts)
+            for kind, options in kinds.items()
         }
-        assert all(there.values()), there
+        there = {kind: items_at(frozen, reader) for kind, reader in readers.items()}
         await freeze(scene.engines[frozen])
         await scene.won(sum(there[kind] for kind in KINDS) + there["several sequences"])
         # While the others run, copies have their share of ever more tokens.
