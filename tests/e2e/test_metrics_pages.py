@@ -15,7 +15,16 @@ from itertools import chain
 from pathlib import Path
 
 from compat.plain_http import PlainHttp
-from e2e.mesh import LASTING, SIMULATED, Mesh, eventually, page_of, running_mesh, samples_in
+from e2e.mesh import (
+    LASTING,
+    PATIENT,
+    SIMULATED,
+    Mesh,
+    eventually,
+    page_of,
+    running_mesh,
+    samples_in,
+)
 from e2e.test_adapters import add
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
@@ -42,7 +51,7 @@ def picked(page: str, name: str, **labels: str) -> float:
 
 async def test_a_picker_of_endpoints_sees_what_waits_and_runs() -> None:
     """In the router and in the engine; with the KV in use, and the adapters that run and wait."""
-    router = ("--admission-max-running-items", str(IN_ENGINE))
+    router = (*PATIENT, "--admission-max-running-items", str(IN_ENGINE))
     async with running_mesh(tokenizers=0, engine_flags=FLAGS, router_flags=router) as mesh:
         for name in ("runs", "waits"):
             await add(mesh, name, name.encode())
@@ -118,7 +127,7 @@ DOORS = (
 async def test_pages_under_load_keep_the_contract() -> None:
     """All doors are used; every sample is of the table, and Prometheus' own check finds nothing in names of ours."""
     async with (
-        running_mesh(engine_flags=LASTING, router_flags=("--http-port", "0")) as mesh,
+        running_mesh(engine_flags=LASTING, router_flags=(*PATIENT, "--http-port", "0")) as mesh,
         PlainHttp(mesh.router.http_address) as http,
     ):
         running = mesh.open(["while others come"], max_tokens=20_000)
