@@ -36,6 +36,7 @@ PLACES = {
     "explained_decisions": "trtmesh.router.fleet.fleet:EXPLAINED_DECISIONS",
     "lease_seconds": "trtmesh.router.handoffs.live_handoff:LEASE_SECONDS",
     "client_lease_seconds": "trtmesh.router.handoffs.live_handoff:CLIENT_LEASE_SECONDS",
+    "handoff_reserve_seconds": "trtmesh.router.handoffs.live_handoff:RESERVE_SECONDS",
     "handoff_prefill_seconds": "trtmesh.router.handoffs.live_handoff:PREFILL_SECONDS",
     "handoff_transfer_seconds": "trtmesh.router.handoffs.live_handoff:TRANSFER_SECONDS",
     "max_parked": "trtmesh.router.handoffs.table:MAX_PARKED",
