@@ -101,8 +101,8 @@ Waiting = WaitingTokens | WaitingEvent
 
 
 class Reminders:
-    """Sends what streams hold back, a fixed time after each asked. One timer serves all, and runs out where none is
-    left: most streams send something before, and to make and cancel a timer costs as much as fifty calls."""
+    """Sends what streams hold back, a fixed time after each asked. One timer serves all: most streams send something
+    before, and to make and cancel a timer costs as much as fifty calls."""
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -121,6 +121,9 @@ class Reminders:
     def drop(self, stream: ClientStream) -> None:
         """The stream needs no reminder any more."""
         del self._due[stream]
+        if not self._due and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _look(self) -> None:
         self._timer = None
