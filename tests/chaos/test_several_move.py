@@ -12,6 +12,7 @@ import pytest_asyncio
 from chaos.fragile import NAMES, SAMPLED, SEQUENCES, Fragile, check_log_probs, fragile_mesh
 from chaos.test_torch_hedging import GUIDED
 from e2e.mesh import PATIENT, SIMULATED, SMALL, check_beginning, eventually, scrape
+from process_constants import constants
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,7 +49,8 @@ SOAKED = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fragile(request: pytest.FixtureRequest) -> AsyncIterator[Fragile]:
-    async with fragile_mesh(ENGINES[request.param], router_flags=PATIENT) as found:
+    flags = (*PATIENT, *constants(handoff_reserve_seconds=60))
+    async with fragile_mesh(ENGINES[request.param], router_flags=flags) as found:
         yield found
 
 

@@ -24,7 +24,11 @@ ASK = {"input_ids": PROMPT, "input_lengths": len(PROMPT), "request_output_len": 
 CONTEXT = {"parameters": {"request_type": "context_only"}}
 GENERATION = {"parameters": {"request_type": "generation_only"}}
 STATE = "context_phase_params"
-SPLIT = ("--handoff-enabled", "always", *constants(client_lease_seconds=10))
+SPLIT = (
+    "--handoff-enabled",
+    "always",
+    *constants(client_lease_seconds=10, handoff_reserve_seconds=60),
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

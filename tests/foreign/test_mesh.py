@@ -14,6 +14,7 @@ import pytest
 from e2e.mesh import DEMO, PATIENT, SIMULATED, Mesh, decode, eventually, running_mesh, scrape
 from foreign.language import greedy
 from foreign.serving import ForeignProcess, foreign_process
+from process_constants import constants
 from trtmesh.chassis.errors import InvalidField, UnsupportedField, WorkerLost
 from trtmesh.client import Client, FinishReason
 from trtmesh.v1 import router_admin_pb2 as admin_pb
@@ -303,7 +304,8 @@ async def test_prefill_and_decode_are_a_pair_by_the_engines_own_transfer() -> No
 
         async def start(mesh: Mesh) -> None:
             urls = ",".join(each.url for each in engines)
-            await mesh.start_router(*PATIENT, "--handoff-enabled", "always", "--engines", urls)
+            known = ("--handoff-enabled", "always", *constants(handoff_reserve_seconds=60))
+            await mesh.start_router(*PATIENT, *known, "--engines", urls)
             await mesh.ready(2)
 
         mesh = await stack.enter_async_context(running_mesh(start=start))
