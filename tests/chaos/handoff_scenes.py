@@ -116,7 +116,7 @@ class Pause(Prefill):
     """Sequences whose KV waits for a client that reads nothing, until it reads again."""
 
     steps = (PARKED, "reserving", *MOVING[2:])
-    prompts, prompt_tokens, max_tokens = 2, 100, 50
+    prompts, prompt_tokens, max_tokens = 2, 100, 100
     messages_before = 0
 
     async def begin(self) -> bool:
