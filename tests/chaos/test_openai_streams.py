@@ -9,6 +9,8 @@ import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -124,34 +126,56 @@ async def told_amid(
 ) -> tuple[list[dict[int, bytes]], Sequence[ServiceProcess]]:
     """What all streams tell while the fault meets an engine and a tokenizer, and these."""
     told = [Told(name, path, body) for name, (path, body) in streams.items()]
-    counts = "moved_sequences", "moved_decodes"
     async with endless(http, texts), asyncio.TaskGroup() as group:
         reading = [group.create_task(each.read(http)) for each in told]
         await eventually(lambda: all_begun(told))
-        lost = await busy(mesh)
-        before = [await count(mesh, name) for name in counts]
-        for process in lost:
-            process.signal(fault)
-        for name, moved in zip(counts, before, strict=True):
-            await mesh.counted(name, moved + 1)
-    return [task.result() for task in reading], lost
+        moved = await count(mesh, "moved_sequences")
+        engine = await engine_of_endless(mesh)
+        engine.signal(fault)
+        tokenizer = await strike_a_tokenizer(mesh, fault)
+        await mesh.counted("moved_sequences", moved + 1)
+    return [task.result() for task in reading], (engine, tokenizer)
 
 
-async def busy(mesh: Mesh) -> Sequence[ServiceProcess]:
-    """The engine of the endless stream, and a tokenizer that decodes."""
+async def engine_of_endless(mesh: Mesh) -> ServiceProcess:
     found: list[ServiceProcess] = []
 
-    async def both_are() -> bool:
+    async def has_one() -> bool:
         requests = (await mesh.admin.list_requests(ENDLESS)).requests
-        engines = {item.worker for request in requests for item in request.items}
-        decoding = {each.address for each in (await mesh.status()).tokenizers if each.sequences}
-        found[:] = [each for n, each in enumerate(mesh.engines) if f"engine-{n}" in engines]
-        found.extend(each for each in mesh.tokenizers if each.address in decoding)
-        del found[2:]
-        return bool(engines) and bool(decoding)
+        names = {item.worker for request in requests for item in request.items}
+        found[:] = [each for n, each in enumerate(mesh.engines) if f"engine-{n}" in names]
+        return bool(found)
 
-    await eventually(both_are)
-    return found
+    await eventually(has_one)
+    return found[0]
+
+
+async def strike_a_tokenizer(mesh: Mesh, fault: signal.Signals) -> ServiceProcess:
+    """Strikes a tokenizer that decodes: what it decodes while it is stopped is there when it is struck."""
+    moved = await count(mesh, "moved_decodes")
+
+    async def has_moved() -> bool:
+        return await count(mesh, "moved_decodes") > moved
+
+    async def is_over(tokenizer: ServiceProcess) -> bool:
+        return await has_moved() or not await decodes(mesh, tokenizer)
+
+    for tokenizer in cycle(mesh.tokenizers):
+        tokenizer.signal(signal.SIGSTOP)
+        if await decodes(mesh, tokenizer):
+            if fault is signal.SIGKILL:
+                tokenizer.signal(fault)
+                return tokenizer
+            await eventually(partial(is_over, tokenizer))
+            if await has_moved():
+                return tokenizer
+        tokenizer.signal(signal.SIGCONT)
+    raise AssertionError
+
+
+async def decodes(mesh: Mesh, tokenizer: ServiceProcess) -> bool:
+    found = (await mesh.status()).tokenizers
+    return any(each.sequences for each in found if each.address == tokenizer.address)
 
 
 async def count(mesh: Mesh, name: str) -> float:
