@@ -25,7 +25,7 @@ STEP_MS, CALM_STEP_MS = "10", "50"
 """Of the engine where delays are measured, and where they are not."""
 SIMULATED = ("--backend", "simulated", "--model", "demo", "--simulated-timing-step-ms")
 CONTROL_SECONDS = 0.5
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 120.0
 IDLE_SECONDS = 0.5
 TABLE_HEAD = """
 | attack | connections | worst gap | idle first token | worst first token | memory before | growth |

@@ -183,6 +183,7 @@ async def test_draining_engine_finishes_its_items_and_gets_no_more(backend: Back
     async with two_engines(backend, *PATIENT) as mesh:
         expected = await mesh.client.complete(PROMPTS, max_tokens=TOKENS, ignore_end_id=True)
         reader = await opened(mesh)
+        assert items_of(reader)[ENGINES[0]]
         mesh.engines[0].signal(signal.SIGTERM)
         await mesh.only_ready(ENGINES[1])
         # Its items finish there, within its grace.

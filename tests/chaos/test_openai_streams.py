@@ -165,6 +165,7 @@ async def strike_a_tokenizer(mesh: Mesh, fault: signal.Signals) -> ServiceProces
         if await decodes(mesh, tokenizer):
             if fault is signal.SIGKILL:
                 tokenizer.signal(fault)
+                await eventually(has_moved)
                 return tokenizer
             await eventually(partial(is_over, tokenizer))
             if await has_moved():

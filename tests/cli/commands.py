@@ -19,6 +19,7 @@ from typing import IO, Any, TypeVar
 
 import grpc
 import psutil
+from e2e.corruption import corrupted
 from fork_server import MARK
 from forks import ForkServer, fork_server, start_module
 from process_constants import parted
@@ -114,9 +115,7 @@ if any(".convert-" in each for each in sys.argv):
 
 def held_conversions(folder: Path) -> dict[str, str]:
     """Variables of a command that converts: the process that it starts waits before its imports, for good."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(BEFORE_CONVERSIONS)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    return corrupted(folder, BEFORE_CONVERSIONS)
 
 
 def run_program(

@@ -24,7 +24,7 @@ from trtmesh.chassis.http2.frames import ACK, PREFACE, FrameType, frame
 from trtmesh.chassis.http2.frames import settings as settings_frame
 
 EXAMPLES = 150
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 120.0
 QUESTION = b"fuzzing?"
 PING = frame(FrameType.PING, 0, 0, QUESTION)
 PONG = frame(FrameType.PING, ACK, 0, QUESTION)

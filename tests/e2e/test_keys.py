@@ -357,6 +357,8 @@ async def test_revoked_key_opens_no_door_and_running_streams_go_on(keyed: Keyed)
             async for event in events:
                 if isinstance(event, Tokens) and event.token_offset > known:
                     break
+            else:
+                pytest.fail("the stream ended with its key")
         await triton.write(infer_request("after"))
         while not (answer := await triton.read()).error_message:
             assert answer.infer_response.id == "before"

@@ -37,7 +37,7 @@ from trtmesh.v1 import generation_pb2 as pb
 CONTRACTS = ("vllm", "sglang", "trtllm")
 WITH_SEEDS = ("vllm", "trtllm")
 PROMPT = [11, 12, 13, 14, 15]
-SECONDS = 240.0
+SECONDS = 120.0
 PATIENT: dict[str, Any] = {"abort_seconds": 60.0, "answer_seconds": 60.0}
 """An end is then the engine's own word, however slow the machine is."""
 

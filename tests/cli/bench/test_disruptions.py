@@ -180,6 +180,7 @@ async def test_frozen_process_runs_again(
     found: RunningStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals: list[tuple[str, int]] = []
+    times: list[float] = []
 
     def noted(name: str) -> Any:
         own = getattr(psutil.Process, name)
@@ -187,6 +188,7 @@ async def test_frozen_process_runs_again(
         def call(process: psutil.Process) -> None:
             signals.append((name, process.pid))
             own(process)
+            times.append(time.monotonic())
 
         return call
 
@@ -197,6 +199,7 @@ async def test_frozen_process_runs_again(
         pass
     pid = process.process.pid
     assert signals == [("suspend", pid), ("resume", pid)]
+    assert times[1] - times[0] >= 0.1
     assert not is_stopped(process)
     assert [(each.target, each.error) for each in faults.made] == [("tokenizer", "")]
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -188,20 +189,25 @@ def test_interrupt_reports_the_answers_so_far(
     assert "TTFT" in "".join(command.out)
 
 
-@pytest.mark.parametrize("moment", ["of the echo", "of the first token"])
-def test_interrupt_before_the_run_leaves_nothing(moment: str, tmp_path: Path) -> None:
-    # What listens never answers, so that the run waits for its first token.
+@pytest.mark.parametrize(
+    ("verb", "moment"),
+    [("serve", "of the echo"), ("serve", "of the first token"), ("find", "of the first token")],
+)
+def test_interrupt_before_the_run_leaves_nothing(verb: str, moment: str, tmp_path: Path) -> None:
+    # What listens never answers.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"openai://127.0.0.1:{silent.getsockname()[1]}"
         own = ("--tokenizer", str(DEMO), "--model", "demo", "--record", str(tmp_path / "record"))
         echo = () if moment == "of the echo" else ("--no-echo",)
-        with running("bench", "serve", target, *own, *echo) as command, ExitStack() as held:
+        slo = ("--slo", "ttft:200") if verb == "find" else ()
+        with running("bench", verb, target, *own, *echo, *slo) as command, ExitStack() as held:
             if echo:
                 connection, _ = silent.accept()
                 held.enter_context(connection)
             else:
                 while not command.descendants():
                     assert command.popen.poll() is None
+                    time.sleep(0.01)
             command.signal(signal.SIGINT)
             assert command.wait() == 130
             assert command.left_nothing()

@@ -347,7 +347,7 @@ async def test_a_token_ends_the_wait_that_refusals_began() -> None:
             for _ in on.engines:
                 await one.step(ends=[refusal(handle, QueueFull("full"))])
                 one, handle = await taker()
-            # Longer than the wait until the last refusal.
+            # By the last refusal, together longer than the wait.
             await asyncio.sleep(1.4)
         await one.step((handle, 5, [9]), ends=[(handle, LENGTH)])
         assert (await asked)[0].token_ids == (0, 1, 2, 3, 4, 9)

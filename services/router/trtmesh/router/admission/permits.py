@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout
@@ -84,7 +84,7 @@ class Permit:
     running: bool = False
     waiter: asyncio.Future[None] | None = None
 
-    def admitted(self, priority: int) -> Awaitable[None]:
+    def admitted(self, priority: int) -> Coroutine[Any, Any, None]:
         """Waits until the item may run. Raises QueueTimeout."""
         return self.queue.wait(self, priority)
 

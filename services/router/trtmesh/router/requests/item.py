@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from trtmesh.chassis.errors import AdapterNotFound, Draining, HandoffFailed, NoWorker, TrtmeshError
 from trtmesh.chassis.logs import rebind_request_id
@@ -194,7 +195,7 @@ class ItemRun:
         self._news = self._loop.create_future()
         return self._news
 
-    def _turn(self) -> Awaitable[None]:
+    def _turn(self) -> Coroutine[Any, Any, None]:
         """Waits for a turn, so that a burst of starts, ends or losses does not hold up running streams; what runs goes
         before what starts."""
         context = self._context

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from os import urandom
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.fair.limits import Budget
@@ -61,8 +61,7 @@ class LiveRequest:
         self.permits = admitted.permits
         seed = request.default_seed
         if seed is None:
-            # Unlike an id, a seed need not be hard to guess, and urandom is a system call.
-            seed = random.getrandbits(64)
+            seed = int.from_bytes(urandom(8))
         opening = router_pb.GenerateEvent()
         accepted = opening.accepted
         accepted.request_id, accepted.model = request.request_id, admitted.model
