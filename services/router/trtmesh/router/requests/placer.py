@@ -453,7 +453,7 @@ class Placer:
             item_sequences=self._item.sequences if together else 1,
             beams=beams,
             max_tokens=config.stopping.max_tokens,
-            exclude=self._excluded(failures) if failures or self._identity else {},
+            exclude=self._excluded(failures),
             avoid=self._member.avoid if self._member else frozenset(),
             prefer=self._member.prefer if self._member else "",
             refused_by=self._refusals.copy(),

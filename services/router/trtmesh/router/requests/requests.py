@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from time import monotonic
 from typing import TypeAlias
@@ -37,6 +37,9 @@ STALL_SECONDS = 1.0
 RequestKey: TypeAlias = tuple[str, str]
 """Name of the owner, and id. Another caller's request is not found, as if it did not exist."""
 
+Admission: TypeAlias = Callable[[GenerationRequest, Received, Identity], Awaitable[Admitted]]
+"""Admits the rest of an owner's request. Raises the refusal."""
+
 
 class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
     """The block in which a request lives. A class, because an asynchronous generator costs a start a tenth more."""
@@ -49,12 +52,11 @@ class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
         remaining_seconds: float | None,
         owner: Identity,
         origin: str,
-        *,
-        resumes: bool,
+        admission: Admission,
     ) -> None:
         self._requests, self._request, self._received = requests, request, received
         self._remaining_seconds, self._owner, self._origin = remaining_seconds, owner, origin
-        self._resumes = resumes
+        self._admission = admission
         self._trace: CallTrace | None = None
 
     def traced(self, trace: CallTrace) -> None:
@@ -65,10 +67,7 @@ class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
     async def __aenter__(self) -> LiveRequest:
         """Starts the items. Raises the refusal."""
         requests, request, received = self._requests, self._request, self._received
-        if self._resumes:
-            admitted = await requests.admit_again(request, received, self._owner)
-        else:
-            admitted = requests.admit(request, received, self._owner)
+        admitted = await self._admission(request, received, self._owner)
         self._live = live = requests.begin(
             request,
             admitted,
@@ -117,7 +116,7 @@ class Requests:
         """Runs a request's items, or what is left after `received`, inside the block and stops the rest on exit. They
         share the turns of `origin`, the client's address."""
         return RunningRequest(
-            self, request, received, remaining_seconds, owner, origin, resumes=False
+            self, request, received, remaining_seconds, owner, origin, self._admit_new
         )
 
     def resume(
@@ -130,10 +129,12 @@ class Requests:
     ) -> RunningRequest:
         """Runs the rest of a request as `open` does. Admission ends the owner's live call of that id, if any."""
         return RunningRequest(
-            self, request, received, remaining_seconds, owner, origin, resumes=True
+            self, request, received, remaining_seconds, owner, origin, self._admit_again
         )
 
-    def admit(self, request: GenerationRequest, received: Received, owner: Identity) -> Admitted:
+    async def _admit_new(
+        self, request: GenerationRequest, received: Received, owner: Identity
+    ) -> Admitted:
         """Admits a request of a new id. Raises the refusal."""
         if self.find(owner, request.request_id) is not None:
             raise AlreadyExists(
@@ -141,7 +142,7 @@ class Requests:
             )
         return self._admit(request, received, owner)
 
-    async def admit_again(
+    async def _admit_again(
         self, request: GenerationRequest, received: Received, owner: Identity
     ) -> Admitted:
         """Admits a request in the place of the owner's live call of its id, which ends. Raises the refusal."""

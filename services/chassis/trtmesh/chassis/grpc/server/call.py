@@ -492,8 +492,7 @@ class ServerCall:
                 self.set_code(grpc.StatusCode.UNKNOWN)
                 self.set_details(f"{type(error).__name__}: {error}")
             self._end(self._code, self._details)
-        if self.stream.unsent.size:
-            await self._drain_last()
+        await self._drain_last()
 
     async def _drain(self) -> None:
         """Waits until the client reads the rest. The rest counts as unread until then."""
