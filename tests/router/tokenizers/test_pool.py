@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -249,12 +249,13 @@ async def pool_of(
     *tokenizers: ScriptedTokenizer,
     recovery_seconds: float = 0.0,
     patience: tuple[float, float] = LONG,
+    on_agreed: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[TokenizerPool]:
     """A pool connected to tokenizers."""
     async with AsyncExitStack() as stack:
         patching = stack.enter_context(pytest.MonkeyPatch.context())
         patch(patching, max_lost_tokenizers=2, tokenizer_wait_seconds=recovery_seconds)
-        pool = TokenizerPool(RouterMetrics())
+        pool = TokenizerPool(RouterMetrics(), on_agreed)
         links = []
         for tokenizer in tokenizers:
             address = await stack.enter_async_context(serving_tokenizer(tokenizer))
@@ -457,6 +458,14 @@ async def test_pool_of_a_tokenizer_without_a_fingerprint_is_not_ready() -> None:
         assert pool.fingerprint_of("m") == ""
         with pytest.raises(NoTokenizer):
             pool.describe("m")
+
+
+async def test_only_the_tokenizer_that_others_must_agree_with_is_announced() -> None:
+    announced: list[None] = []
+    tokenizers = (ScriptedTokenizer(), ScriptedTokenizer())
+    async with pool_of(*tokenizers, on_agreed=lambda: announced.append(None)) as pool:
+        assert pool.fingerprint_of("m") == "f1"
+        assert len(announced) == 1
 
 
 async def test_single_tokenizer_model_serves_every_model() -> None:

@@ -38,13 +38,11 @@ def check_revision(peer: str, revision: int, own: str) -> None:
         )
 
 
-def refuse_unknown(message: Message, revision: int, path: str, who: str) -> None:
-    """Refuses a message with fields of a later revision, which would go unnoticed. Raises NotUnderstood.
+def refuse_unknown(message: Message, path: str, who: str) -> None:
+    """Refuses a message with fields unknown here, which would go unnoticed. Raises NotUnderstood.
 
-    An equal revision may have unknown fields, too: it is right without them.
+    For messages of a later revision than SCHEMA_REVISION: an equal one is right without its unknown fields.
     """
-    if revision <= SCHEMA_REVISION:
-        return
     if (unknown := next(_unknown(message, path), None)) is not None:
         raise NotUnderstood(
             f"{who} does not understand {unknown}, of a later release; upgrade it, or send the item to another"

@@ -108,7 +108,9 @@ class Router:
         self._link_turns = ParseScheduler()
         """Of all workers and tokenizers: many bad ones take no more time than one."""
         self._connect_turns = ConnectTurns()
-        self._tokenizers = TokenizerPool(self._metrics, expected=bool(settings.tokenizers))
+        self._tokenizers = TokenizerPool(
+            self._metrics, self._fleet.touch_all, expected=bool(settings.tokenizers)
+        )
         self._tokenizer, self._engine = tokenizer, engine
         self._admission = Admission(settings.admission)
         runtime.admission = MessageAdmission(self._admission.request_bytes.counting)
@@ -446,14 +448,7 @@ class Router:
             self._links.pop(replica).cancel()
 
     async def _watch(self) -> None:
-        fingerprints: dict[str, str] = {}
         while True:
-            before = fingerprints
-            models = self._fleet.models()
-            fingerprints = {model: self._tokenizers.fingerprint_of(model) for model in models}
-            if fingerprints != before:
-                # Another tokenizer may fit other workers.
-                self._fleet.touched.update(self._fleet.workers)
             await self._tell_health()
             self._fleet.refresh()
             self._handoffs.tick(asyncio.get_running_loop().time())

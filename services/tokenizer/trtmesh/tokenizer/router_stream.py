@@ -12,7 +12,7 @@ from operator import attrgetter
 from trtmesh.chassis.error_wire import to_proto
 from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
 from trtmesh.chassis.forwarding import Outbox, Rest
-from trtmesh.chassis.revisions import refuse_unknown, unknown_numbers
+from trtmesh.chassis.revisions import SCHEMA_REVISION, refuse_unknown, unknown_numbers
 from trtmesh.chassis.rpc import ServedContext
 from trtmesh.chassis.tracing.spans import Span, Tracer, continued, end
 from trtmesh.tokenizer.chat.answers import TemplateReader
@@ -179,7 +179,8 @@ class RouterStream:
                 raise InvalidRequest(
                     f"is {handle}, an encode not answered yet", field="handle", value=str(handle)
                 )
-            refuse_unknown(command, command.schema_revision, "encode", "this tokenizer")
+            if command.schema_revision > SCHEMA_REVISION:
+                refuse_unknown(command, "encode", "this tokenizer")
             if (span := self._shared.begin_span(command)) is not None:
                 self._spans[handle] = span
             self._shared.workload.begin()

@@ -56,7 +56,8 @@ def parse_submit(
     """`revision` is that of the sender. Raises InvalidField, UnsupportedField, NotUnderstood or Draining."""
     if engine.draining:
         raise Draining(f"worker {engine.name} is draining; use another worker")
-    refuse_unknown(command, revision, "submit", f"worker {engine.name}")
+    if revision > SCHEMA_REVISION:
+        refuse_unknown(command, "submit", f"worker {engine.name}")
     who = f"the {engine.info.backend} backend of worker {engine.name}"
     config = parse_config(command.config)
     refuse_unsupported(config, engine.info.supported_fields | {ROUTERS_SEED}, who)

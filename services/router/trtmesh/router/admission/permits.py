@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from trtmesh.chassis.errors import InvalidField, QueueFull, QueueTimeout
@@ -84,9 +84,10 @@ class Permit:
     running: bool = False
     waiter: asyncio.Future[None] | None = None
 
-    def admitted(self, priority: int) -> Coroutine[Any, Any, None]:
+    async def admitted(self, priority: int) -> None:
         """Waits until the item may run. Raises QueueTimeout."""
-        return self.queue.wait(self, priority)
+        if not (self.running or self.queue.takes(self)):
+            await self.queue.wait(self, priority)
 
     def give_back(self, *_: object) -> None:
         """Frees the place of an item after the end. Also the done callback of the item's task."""
@@ -152,13 +153,16 @@ class ModelQueue:
                 permit.running, former.running = True, False
         return permits
 
+    def takes(self, permit: Permit) -> bool:
+        """Has the permit's item run, unless it must wait."""
+        if self._waiting or self.running >= self._limits.max_running_items:
+            return False
+        permit.running = True
+        self.running += 1
+        return True
+
     async def wait(self, permit: Permit, priority: int) -> None:
-        if permit.running:
-            return
-        if not self._waiting and self.running < self._limits.max_running_items:
-            permit.running = True
-            self.running += 1
-            return
+        """Waits in the queue."""
         heapq.heappush(self._waiting, (-priority, self._arrivals, permit))
         self._by_arrival.append((asyncio.get_running_loop().time(), permit))
         self._arrivals += 1

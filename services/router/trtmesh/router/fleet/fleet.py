@@ -92,8 +92,6 @@ class Fleet:
         """Addresses of workers with a stale snapshot, since a worker may be replaced at its address."""
         self.loaded: set[str] = set()
         """Addresses of workers with a new load and no other change, several times in an item's life."""
-        self._outdated: set[str] = set()
-        """Addresses of workers to be read whole at the next placement: a tokenizer may have changed."""
         self.decisions = DecisionLog(EXPLAINED_DECISIONS)
         self.kv_index = KvIndex()
         self._metrics = metrics
@@ -141,6 +139,10 @@ class Fleet:
         self.workers[worker.address] = worker
         self.touched.add(worker.address)
 
+    def touch_all(self) -> None:
+        """Marks every snapshot as stale: another tokenizer may fit other workers."""
+        self.touched.update(self.workers)
+
     def twin_of(self, worker: Worker, instance: str) -> Worker | None:
         """Another worker of this router in the same process; a link that makes no progress does not count."""
         workers = self.workers.values()
@@ -179,16 +181,14 @@ class Fleet:
 
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
         """Every worker at this moment. Only workers touched since the last call are read again."""
-        if self.loaded or self.touched or self._outdated:
-            whole = self.touched | self._outdated
-            for address in self.loaded - whole:
+        if self.loaded or self.touched:
+            for address in self.loaded - self.touched:
                 if (worker := self.workers.get(address)) is not None:
                     typical = self._typical.get(worker.description.model, UNKNOWN)
                     former = self._snapshots[address]
                     self._snapshots[address] = worker.reloaded(former, typical)
-            served = [self._read(address) for address in whole]
+            served = [self._read(address) for address in self.touched]
             self.loaded.clear()
-            self._outdated.clear()
             if self.touched:
                 self.touched.clear()
                 self._longest.clear()
@@ -429,7 +429,7 @@ class Fleet:
             self._settle_at = now + SETTLE_SECONDS
             for model, shares in self._shares.items():
                 shares.settle(takers_of(self.snapshot(), model), self._typical[model])
-        self._outdated.update(self.workers)
+        self.loaded.update(self.workers)
 
     def _typical_now(self, models: Iterable[str]) -> dict[str, Typical]:
         rates: dict[str, list[Rates]] = {model: [] for model in models}

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 from trtmesh.chassis.errors import AdapterNotFound, Draining, HandoffFailed, NoWorker, TrtmeshError
-from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.tasks import until_all_end, until_first_ends
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.admission import Permit
@@ -104,7 +103,6 @@ class ItemRun:
     async def run(self) -> None:
         """Runs the item from admission to the terminal event."""
         self._task = asyncio.current_task()
-        rebind_request_id(self._context.request_id)
         try:
             await self._admit()
             await self._encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import copy_context
 from functools import partial
 from os import urandom
 
@@ -198,6 +199,8 @@ class ItemTasks:
     def __init__(self, live: LiveRequest, account: Account) -> None:
         self._live = live
         self._account = account
+        self._log_context = copy_context()
+        """Of the request: turns are given in the contexts of others."""
         self._running: dict[Permit, asyncio.Task[None]] = {}
         """The items that were not cancelled."""
         self._left = len(live.waiting)
@@ -246,8 +249,8 @@ class ItemTasks:
     def _start_next(self) -> None:
         permit = self._live.waiting[0][1]
         ended = partial(self._ended, permit)
-        run = self._live.begin_next(ended).run()
-        task = self._running[permit] = asyncio.get_running_loop().create_task(run)
+        run, context = self._live.begin_next(ended).run(), self._log_context.copy()
+        task = self._running[permit] = asyncio.get_running_loop().create_task(run, context=context)
         # Also of the task, because a task cancelled before the first step runs no code.
         task.add_done_callback(ended)
 

@@ -105,10 +105,14 @@ class TokenizerPool:
     while jobs are queued every able tokenizer has jobs to answer.
     """
 
-    def __init__(self, metrics: RouterMetrics, *, expected: bool = True) -> None:
+    def __init__(
+        self, metrics: RouterMetrics, on_agreed: Callable[[], None], *, expected: bool = True
+    ) -> None:
+        """Calls `on_agreed` when other tokenizers than before set what those of a model agree on."""
         # Without configured tokenizers there is none to wait for.
         wait_seconds = WAIT_SECONDS if expected else 0.0
         self._metrics = metrics
+        self._on_agreed = on_agreed
         self._seen = asyncio.Event()
         if not expected:
             self._seen.set()
@@ -283,6 +287,7 @@ class TokenizerPool:
         ):
             # No ready tokenizer disagrees: a restart of all tokenizers may change a model's files.
             self._agreed[model] = tokenizer.description
+            self._on_agreed()
         self.on_change()
         self._move_queues()
         for job in self._waiting_jobs.leave():
