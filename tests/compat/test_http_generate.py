@@ -11,7 +11,6 @@ from compat.plain_http import PlainHttp
 from compat.test_streams import native_text
 from compat.triton import Triton
 from e2e.mesh import Mesh, eventually, scrape
-from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -201,22 +200,6 @@ async def test_parameters_with_an_effect_are_not_counted(mesh: Mesh, http: Plain
     assert (await http.post(GENERATE.format("preprocessing"), pre)).status == 200
     told = await scrape(mesh.router, parameter="priority")
     assert told["trtmesh_router_unknown_parameters_total"] == 1
-
-
-async def test_setting_refuses_unknown_parameters(mesh: Mesh) -> None:
-    peers = ("--engines", mesh.engines[0].address, "--tokenizers", mesh.tokenizers[0].address)
-    strict = ("--triton-refuse-unknown-parameters", "true")
-    router = await mesh.start("router", "--port", "0", *peers, *strict)
-    sentence = "parameter 'user' has no effect in model 'ensemble' and the setting"
-    async with PlainHttp(router.http_address) as http, Triton(router.address) as triton:
-        await eventually(http.is_ready)
-        for endpoint in (GENERATE, STREAM):
-            reply = await http.post(endpoint.format("ensemble"), GOOD | {"user": "a"})
-            assert (reply.status, sentence in reply.json["error"]) == (400, True)
-        with pytest.raises(InferenceServerException, match=sentence):
-            await triton.infer("ensemble", GOOD, parameters={"user": "a"})
-        assert (await http.post(GENERATE.format("ensemble"), GOOD | {"timeout": 0})).status == 200
-    await router.stop()
 
 
 async def test_rows_of_a_batch_in_one_stream(mesh: Mesh, http: PlainHttp) -> None:

@@ -57,7 +57,6 @@ def test_cache_of_adapters_is_carried_over(tmp_path: Path) -> None:
     conversion = convert(directory, device="cuda:0")
     assert adapters_of(conversion) == {
         "host_bytes": 123456789,
-        "device_fraction": 0.1,
         "max_rank": 96,
         "prefetch_directory": str(prefetch),
     }
@@ -67,20 +66,9 @@ def test_cache_of_adapters_is_carried_over(tmp_path: Path) -> None:
         for name in ("cache_optimal_adapter_size", "cache_max_adapter_size", "prefetch_dir",
                      "cache_gpu_memory_fraction", "cache_host_memory_bytes")
     }  # fmt: skip
-    assert outcomes.pop("cache_optimal_adapter_size") is Outcome.REPLACED
+    for replaced in ("cache_optimal_adapter_size", "cache_gpu_memory_fraction"):
+        assert outcomes.pop(replaced) is Outcome.REPLACED
     assert set(outcomes.values()) == {Outcome.CARRIED}
-
-
-@pytest.mark.parametrize(("device", "fraction"), [("cpu", 0.1), ("cuda:0", 0)])
-def test_fraction_of_device_memory_needs_a_gpu_and_a_share(
-    device: str, fraction: float, tmp_path: Path
-) -> None:
-    directory = with_parameters(tmp_path / "models", lora_cache_gpu_memory_fraction=fraction)
-    conversion = convert(directory, device=device)
-    assert adapters_of(conversion) == {"host_bytes": GIB}
-    outcome, words = finding(conversion, CORE, "parameters.lora_cache_gpu_memory_fraction")
-    assert outcome is Outcome.REPLACED
-    assert "engine.torch.adapters.max_batch_adapters" in words
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ def test_arguments_of_the_library_have_the_sizes(tmp_path: Path) -> None:
     assert backend["options"] == {
         "moe_expert_parallel_size": 4,
         "gpus_per_node": 8,
-        "kv_cache_config": {"dtype": "fp8"},
+        "kv_cache_config": {"dtype": "fp8", "free_gpu_memory_fraction": 0.8},
     }
-    assert backend["kv_cache"] == {"free_memory_fraction": 0.8, "prefix_reuse": False}
+    assert backend["kv_cache"] == {"prefix_reuse": False}
     assert backend["batching"] == {"max_step_tokens": 4096}
     assert backend["limits"] == {"max_batch_size": 32}
 
@@ -136,12 +136,11 @@ def test_parameters_become_settings_of_the_worker(tmp_path: Path) -> None:
     backend = backend_of(conversion)
     assert backend["kv_cache"] == {
         "tokens": 8192,
-        "free_memory_fraction": 0.7,
         "prefix_reuse": False,
     }
     assert backend["options"] == {
         "guided_decoding_backend": "xgrammar",
-        "kv_cache_config": {"host_cache_size": 1024},
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.7, "host_cache_size": 1024},
         "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
     }
     assert backend["limits"]["max_beam_width"] == 4

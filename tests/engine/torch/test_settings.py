@@ -173,44 +173,16 @@ async def test_a_pool_without_a_block_is_refused(llama: Path) -> None:
     await backend.close()
 
 
-# Inputs and outputs of the tiny llama's linear layers, in 2 layers, of rank 16 and 4 bytes a number.
-SLOT_BYTES = 2 * (2 * 128 + 2 * 96 + 3 * 160) * 16 * 4
 ADAPTERS = {"adapters_host_bytes": 2**30, "max_rank": 16}
 
 
-@pytest.mark.parametrize(
-    ("settings", "slots"),
-    [
-        ({}, 8),
-        ({"device_fraction": 0.5}, 5),
-        ({"device_fraction": 0.39}, 3),
-        ({"device_fraction": 0.95}, 8),
-        ({"device_fraction": 0.95, "max_batch_adapters": 20}, 9),
-        # Ranks of a slot are rounded up to a multiple of 16.
-        ({"device_fraction": 0.45, "max_rank": 17}, 2),
-        ({"device_fraction": 0.5, "max_batch_adapters": 2}, 2),
-    ],
-)
-async def test_device_memory_limits_the_slots_of_adapters(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], slots: int
+@pytest.mark.parametrize(("settings", "slots"), [({}, 8), ({"max_batch_adapters": 2}, 2)])
+async def test_slots_are_those_of_a_batch(
+    llama: Path, settings: dict[str, Any], slots: int
 ) -> None:
-    monkeypatch.setattr(Cpu, "free_memory", lambda _: 10 * SLOT_BYTES)
     async with running(llama, **{**TINY, **ADAPTERS, **settings}) as engine:
         assert engine.info.capabilities.max_adapters == slots
         assert engine.backend.stats().adapter_slots == slots
-
-
-async def test_device_memory_below_a_slot_is_refused(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Cpu, "free_memory", lambda _: SLOT_BYTES)
-    given = SLOT_BYTES // 2
-    values = {**TINY, **ADAPTERS, "device_fraction": 0.5}
-    backend = TorchBackend(llama, by_short_names(TorchSettings, threads=1, **values))
-    with pytest.raises(ModelUnusable, match=rf"{given} bytes.*{SLOT_BYTES}") as refused:
-        await backend.start(lambda _: None, lambda _: None)
-    await backend.close()
-    assert refused.value.setting == "engine.torch.adapters.device_fraction"
 
 
 def test_free_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def adapted(
     products: Maker, dtype: torch.dtype = torch.float32
 ) -> tuple[Layers, DeviceAdapters, list[Updates]]:
     model = Layers(dtype)
-    room = Room(MAX_RANK, lambda _: SLOTS, products)
+    room = Room(MAX_RANK, SLOTS, products)
     targets, adapters = adapt_layers(model, OWN, room, dtype, torch.device("cpu"))
     assert adapters
     assert targets == OWN

@@ -28,7 +28,7 @@ def call(parameters: Mapping[str, Any]) -> Call:
 
 def test_names_are_counted_and_logged_within_bounds(caplog: pytest.LogCaptureFixture) -> None:
     metrics = RouterMetrics()
-    parameters = Parameters(metrics, refuse_unknown=False)
+    parameters = Parameters(metrics)
     for _ in range(2):
         for number in range(2 * MOST_LOGGED):
             parameters.check(call({f"own{number}": 1}))
@@ -43,5 +43,5 @@ def test_names_are_counted_and_logged_within_bounds(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1"])
 def test_value_of_a_known_parameter_is_checked(name: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        Parameters(RouterMetrics(), refuse_unknown=False).check(call({name: value}))
+        Parameters(RouterMetrics()).check(call({name: value}))
     assert (caught.value.field, caught.value.value) == (f"parameter '{name}'", repr(value))

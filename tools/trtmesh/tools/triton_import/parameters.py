@@ -56,10 +56,7 @@ NO_ADAPTERS = (
     "no parameter of the repository asks for LoRA adapters, and the embedded engine takes them only with"
     " engine.torch.adapters.host_bytes"
 )
-SLOTS = (
-    "adapters are ready in engine.torch.adapters.max_batch_adapters slots; with --device cuda:0 a fraction above 0 is"
-    " carried over"
-)
+SLOTS = "adapters are ready in engine.torch.adapters.max_batch_adapters slots"
 ADAPTER_PAGES = "memory for adapters is counted in bytes, without pages of a size"
 ANY_LAYER = "an adapter may update any linear layer, under the names of Hugging Face"
 NO_PATHS = (
@@ -135,15 +132,6 @@ def _prefetch(subject: Subject, draft: Draft) -> None:
             subject,
             "this machine has no such directory; set engine.torch.adapters.prefetch_directory where engines run",
         )
-
-
-@with_adapters
-def _slots_fraction(subject: Subject, draft: Draft) -> None:
-    fraction = min(share(subject), 0.99)
-    if fraction and draft.runs_on_gpus:
-        draft.carry(subject, (*ADAPTERS, "device_fraction"), fraction)
-    else:
-        draft.replace(subject, SLOTS)
 
 
 def _adapters(subject: Subject, draft: Draft) -> None:
@@ -289,7 +277,7 @@ CORE_PARAMETERS: Mapping[str, Rule] = {
     "worker_path": replaced(ONE_PROCESS),
     "lora_cache_host_memory_bytes": engine("adapters.host_bytes", whole),
     # They turn adapters on, with Triton's default of the bytes.
-    "lora_cache_gpu_memory_fraction": _slots_fraction,
+    "lora_cache_gpu_memory_fraction": with_adapters(replaced(SLOTS)),
     "lora_cache_max_adapter_size": with_adapters(engine("adapters.max_rank", positive)),
     "lora_cache_optimal_adapter_size": with_adapters(replaced(ADAPTER_PAGES)),
     "lora_prefetch_dir": _prefetch,

@@ -41,7 +41,7 @@ POLICY = "batching.policy"
 RENAMED: Mapping[str, str] = {
     "dtype": "options.dtype",
     "kv_cache.tokens": "kv_cache.tokens",
-    "kv_cache.free_memory_fraction": "kv_cache.free_memory_fraction",
+    "kv_cache.free_memory_fraction": "options.kv_cache_config.free_gpu_memory_fraction",
     "kv_cache.prefix_reuse": "kv_cache.prefix_reuse",
     "kv_cache.tokens_per_block": "options.kv_cache_config.tokens_per_block",
     "host_cache.bytes": "options.kv_cache_config.host_cache_size",

@@ -86,7 +86,6 @@ def _kv_cache(settings: TensorRtLlmSettings) -> Iterator[Given]:
     cache = settings.kv_cache
     rows: list[tuple[str, object, str]] = [
         ("enable_block_reuse", cache.prefix_reuse, "prefix_reuse"),
-        ("free_gpu_memory_fraction", cache.free_memory_fraction, "free_memory_fraction"),
     ]
     if cache.tokens:
         rows.append(("max_tokens", cache.tokens, "tokens"))

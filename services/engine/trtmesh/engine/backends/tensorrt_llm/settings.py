@@ -14,7 +14,6 @@ from trtmesh.engine.backends.settings import AdapterSettings, KvCacheSettings, L
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Size = Annotated[int, Field(ge=1, le=65536)]
-Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 TOKENS_PER_BLOCK = 32
@@ -45,13 +44,6 @@ class ParallelSettings(Settings):
     """GPUs sharing every layer."""
     pipeline: Size = 1
     """Groups of GPUs with a part of the layers each."""
-
-
-class TensorRtLlmKvCacheSettings(KvCacheSettings):
-    """Size of the KV cache, and reuse of its blocks. The lowest limit applies."""
-
-    free_memory_fraction: Share = 0.9
-    """Most memory, as a share of the memory free after the model is loaded."""
 
 
 class TensorRtLlmBatchingSettings(Settings):
@@ -88,7 +80,7 @@ class TensorRtLlmSettings(Settings):
     """Further arguments of the library's constructor, by the library's names, and of the configurations within:
     guided_decoding_backend: xgrammar, or kv_cache_config: {dtype: fp8}."""
     parallel: ParallelSettings = ParallelSettings()
-    kv_cache: TensorRtLlmKvCacheSettings = TensorRtLlmKvCacheSettings()
+    kv_cache: KvCacheSettings = KvCacheSettings()
     batching: TensorRtLlmBatchingSettings = TensorRtLlmBatchingSettings()
     limits: TensorRtLlmLimitSettings = TensorRtLlmLimitSettings()
     adapters: TensorRtLlmAdapterSettings = TensorRtLlmAdapterSettings()

@@ -357,37 +357,15 @@ def _room(settings: TorchSettings, device: Device) -> Room | None:
     tokens = _most_step_tokens(settings)
     return Room(
         adapters.max_rank,
-        lambda slot_bytes: _slots(adapters, slot_bytes, device),
+        adapters.max_batch_adapters,
         lambda tables: device.products(tables, tokens),
         device.slot_memory,
     )
 
 
-def _slots(settings: TorchAdapterSettings, slot_bytes: int, device: Device) -> int:
-    """Slots for adapters. Raises ModelUnusable where the device's memory is too small for any."""
-    most = settings.max_batch_adapters
-    if not settings.device_fraction:
-        return most
-    given = int(settings.device_fraction * device.free_memory())
-    if given < slot_bytes:
-        raise ModelUnusable(
-            f"gives adapters {given} bytes of the device, but a slot of rank {settings.max_rank} takes {slot_bytes};"
-            " raise it, or lower engine.torch.adapters.max_rank",
-            setting="engine.torch.adapters.device_fraction",
-        )
-    return min(most, given // slot_bytes)
-
-
-def _slots_setting(settings: TorchAdapterSettings, slots: int) -> str:
-    """The setting with this limit on the slots."""
-    if slots == settings.max_batch_adapters:
-        return "adapters.max_batch_adapters"
-    return "adapters.device_fraction"
-
-
 def _adapters(settings: TorchAdapterSettings, model: Model) -> AdapterCache:
     slots = model.adapters.slots if model.adapters else 0
-    limits = StoreLimits(settings.host_bytes, slots, slots_setting=_slots_setting(settings, slots))
+    limits = StoreLimits(settings.host_bytes, slots)
     return AdapterCache(
         AdapterTargets(
             model.targets, model.compute_dtype, settings.max_rank, _most_adapter_bytes(settings)

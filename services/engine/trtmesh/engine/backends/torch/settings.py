@@ -76,9 +76,6 @@ class TorchAdapterSettings(AdapterSettings):
     host_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
     """Most host memory in bytes for adapters, in the type of the activations; the longest unused are evicted. 0 refuses
     adapters."""
-    device_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Memory for slots of adapters, as a share of the device's memory free after the model is loaded, on a CPU of host
-    memory: as many slots as fit, at most max_batch_adapters; 0 sets no limit."""
     prefetch_directory: Path | None = None
     """Directory whose subdirectories are adapters to load before the worker is ready, in PEFT's format or as
     TensorRT-LLM's arrays. The name of a subdirectory is the adapter's number, or its name."""

@@ -38,7 +38,7 @@ def _of_template(mesh_model: str = "") -> Mapping[str, TritonModelSettings]:
     return {
         f"{prefix}{template.name}": TritonModelSettings(
             template=template.name,
-            model=mesh_model or None,
+            model=mesh_model,
             steps=tuple(f"{prefix}{step}" for step in DEFAULT_STEPS.get(template.name, ())),
         )
         for template in DEFAULT_MODELS
@@ -54,7 +54,7 @@ def _settle(name: str, own: TritonModelSettings, door: TritonSettings) -> Model:
         inputs={spec.name: spec for spec in template.inputs},
         outputs={spec.name: spec for spec in template.all_outputs(own.logits_data_type)},
         required=frozenset(spec.name for spec in template.inputs if spec.required),
-        mesh_model=_own(own.model, door.model),
+        mesh_model=own.model,
         draft_model=own.draft_model,
         decoupled=template.decoupled and _own(own.decoupled, own.template in door.decoupled),
         strict_transaction_policy=_own(

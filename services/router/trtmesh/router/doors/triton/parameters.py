@@ -1,4 +1,4 @@
-"""Request parameters of calls: checks those with an effect; counts, logs or refuses the others."""
+"""Request parameters of calls: checks those with an effect; counts and logs the others."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ MOST_NAME_CHARACTERS = 64
 class Parameters:
     """The parameters of all calls."""
 
-    def __init__(self, metrics: RouterMetrics, *, refuse_unknown: bool) -> None:
+    def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
-        self._refuse_unknown = refuse_unknown
         self._logged: set[str] = set()
 
     def check(self, call: Call) -> None:
-        """Raises InvalidRequest for an invalid value and, by setting, for a parameter without effect."""
+        """Raises InvalidRequest for an invalid value."""
         read = call.model.template.request_parameters
         for name in COUNTS:
             if name in read and name in call.parameters:
@@ -38,17 +37,11 @@ class Parameters:
             self._note_unknown(call, name)
 
     def _note_unknown(self, call: Call, name: str) -> None:
-        shown = repr(name[:MOST_NAME_CHARACTERS])
-        if self._refuse_unknown:
-            raise InvalidRequest(
-                f"has no effect in model '{call.model.name}' and the setting triton.refuse_unknown_parameters is on;"
-                " leave it out",
-                field=f"parameter {shown}",
-            )
-        self._metrics.note_unknown_parameter(name[:MOST_NAME_CHARACTERS])
+        shown = name[:MOST_NAME_CHARACTERS]
+        self._metrics.note_unknown_parameter(shown)
         if name not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(name)
-            log.warning("request parameter %s has no effect in model '%s'", shown, call.model.name)
+            log.warning("request parameter %r has no effect in model '%s'", shown, call.model.name)
 
 
 def _check_count(name: str, value: Any) -> None:

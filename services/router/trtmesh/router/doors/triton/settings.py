@@ -65,8 +65,8 @@ class TritonModelSettings(Settings):
 
     template: TemplateName
     """The template of its tensors and behaviour."""
-    model: str | None = None
-    """Serving model of the mesh."""
+    model: str = ""
+    """Serving model of the mesh; empty means the default one."""
     draft_model: str = ""
     """Model of the mesh that drafts `num_draft_tokens` for a BLS, with the same tokenizer; empty means none."""
     decoupled: bool | None = None
@@ -129,8 +129,6 @@ class TritonSettings(Settings):
 
     enabled: bool = True
     """Whether KServe v2 requests are served beside the native API."""
-    model: str = ""
-    """Model of the mesh that runs the Triton models; empty means the default one."""
     models: TritonModels = Field(default_factory=dict)
     """Models by name: the `template` and the differences from these settings; empty means the five of TensorRT-LLM's
     template, and NAME_ensemble and so on for each of several `router.models`. JSON in a flag or a variable."""
@@ -140,8 +138,6 @@ class TritonSettings(Settings):
     """Templates whose models give a stream several responses to a request; the others give one."""
     strict_transaction_policy: bool = False
     """Whether decoupled models refuse unary calls, as in Triton; otherwise a unary call gets one whole response."""
-    refuse_unknown_parameters: bool = False
-    """Whether a request parameter without effect is refused; otherwise it is counted, and logged once."""
     release: Release = NEWEST_RELEASE
     """Release with the names, types and dims that the models' configurations declare; requests of every release are
     served."""

@@ -42,7 +42,7 @@ class Triton:
         texts = Texts(tokenizers, requests.served_model)
         engines = Engines(fleet, requests)
         generations = Generations(requests, texts, metrics, engines)
-        parameters = Parameters(metrics, refuse_unknown=settings.refuse_unknown_parameters)
+        parameters = Parameters(metrics)
         server = TritonServer(
             settings,
             models,

@@ -106,19 +106,13 @@ class Room:
     """Room for adapters on a device."""
 
     max_rank: int
-    slots: Callable[[int], int]
-    """The number of slots by the bytes of a slot."""
+    slots: int
     products: Callable[[Collection[UpdateTable]], Products]
     memory: SlotMemory = SlotMemory()  # noqa: RUF009 - has no state
 
     def ranks(self, target: Target) -> int:
         """Ranks of a table. The updates of a fused layer's parts lie below each other."""
         return -(-self.max_rank // ALIGNED_RANKS) * ALIGNED_RANKS * len(target.parts)
-
-    def slot_bytes(self, targets: Collection[Target], dtype: torch.dtype) -> int:
-        """Memory of a slot, for any rank."""
-        values = sum(self.ranks(each) * (each.inputs + each.outputs) for each in targets)
-        return values * dtype.itemsize
 
 
 class Layer(NamedTuple):
@@ -221,9 +215,8 @@ def adapt_layers(
     targets = {place: own[place] for places in found.values() for place in places}
     if not targets:
         return {}, None
-    slots = room.slots(room.slot_bytes(targets.values(), dtype))
     tables = {
-        place: room.memory.table(target, slots, room.ranks(target), dtype, device)
+        place: room.memory.table(target, room.slots, room.ranks(target), dtype, device)
         for place, target in targets.items()
     }
     products = room.products(tables.values())
