@@ -103,6 +103,12 @@ def build(
     return folder
 
 
+ZEROED = tuple(
+    f"{name}.weight" for name in ("k_proj", "o_proj", "down_proj", "norm", "embed_tokens")
+)
+"""Weights by which a wider model multiplies what is added."""
+
+
 def widen(folder: Path, source: Path, name: str, dtype: torch.dtype, device: str = "cpu") -> Path:
     """Saves the model in `source`, of the Llama kind, in the shape `name`: with its own tokens, since what is added is
     multiplied by zero, and the times of the shape. Keeps vocabulary and positions."""
@@ -123,15 +129,24 @@ def widen(folder: Path, source: Path, name: str, dtype: torch.dtype, device: str
     own_group = small.num_attention_heads // small.num_key_value_heads
     heads = torch.arange(small.num_attention_heads)
     spots = heads // own_group * group + heads % own_group
-    queries = (spots[:, None] * small.head_dim + torch.arange(small.head_dim)).flatten()
+    # A dimension of a head goes where a wider head has its frequency.
+    size, spread = sizes["head_dim"], sizes["head_dim"] // small.head_dim
+    halves = torch.arange(2)[:, None] * (size // 2) + torch.arange(0, size // 2, spread)
+    queries = (spots[:, None] * size + halves.flatten()).flatten()
+    keys = (torch.arange(small.num_key_value_heads)[:, None] * size + halves.flatten()).flatten()
     for key, weight in own.state_dict().items():
         given = weight * share**0.5 if "norm" in key else weight
+        if key.endswith("q_proj.weight"):
+            # Products are divided by the root of the head's size.
+            given = given * spread**0.5
         kept = model.get_parameter(key).data
-        if key.endswith(
-            ("o_proj.weight", "down_proj.weight", "norm.weight", "embed_tokens.weight")
-        ):
+        if key.endswith(ZEROED):
             kept.zero_()
-        rows = queries if key.endswith("q_proj.weight") else torch.arange(len(given))
+        rows = torch.arange(len(given))
+        if key.endswith("q_proj.weight"):
+            rows = queries
+        elif key.endswith(("k_proj.weight", "v_proj.weight")):
+            rows = keys
         given = given.to(kept)
         if given.dim() == 1:
             kept[: len(given)] = given
