@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from trtmesh.router.tokenizers.tokenizer import EncodeJob, Pool, Tokenizer
 from trtmesh.v1 import tokenizer_pb2 as pb
 
 MOST_OPENED_TOKENS = 4096
-"""Most tokens of a sequence opened by a call, which takes a millisecond."""
+"""Most tokens of sequences opened by calls in a pass of the event loop, which take a millisecond."""
 
 
 class StopFound(Protocol):
@@ -95,6 +96,8 @@ class LocalTokenizer(Tokenizer):
         """Of the stream under way."""
         self._direct: set[int] = set()
         """Handles of sequences decoded by calls."""
+        self._opened_tokens = 0
+        """Of sequences opened by calls in this pass."""
 
     async def serve_stream(self, connection: Connection) -> None:
         self._texts = texts = self._direct_texts()
@@ -116,10 +119,14 @@ class LocalTokenizer(Tokenizer):
             job.done.set_result(encoded)
 
     def open(self, sequence: DecodedSequence) -> None:
-        texts = self._texts
-        if texts is None or len(sequence.token_ids) > MOST_OPENED_TOKENS:
+        texts, size = self._texts, len(sequence.token_ids)
+        if texts is None or self._opened_tokens + size > MOST_OPENED_TOKENS:
             super().open(sequence)
             return
+        if size:
+            if not self._opened_tokens:
+                asyncio.get_running_loop().call_soon(self._next_pass)
+            self._opened_tokens += size
         handle = sequence.decode_handle = self._free_handle(self._sequences)
         self._sequences[handle] = sequence
         self._direct.add(handle)
@@ -130,6 +137,9 @@ class LocalTokenizer(Tokenizer):
             self.decode(sequence, sequence.token_ids[sequence.decoded :])
         if sequence.ended and not sequence.over:
             self.finish(sequence)
+
+    def _next_pass(self) -> None:
+        self._opened_tokens = 0
 
     def decode(self, sequence: DecodedSequence, token_ids: list[int]) -> None:
         if sequence.decode_handle in self._direct:

@@ -328,7 +328,9 @@ class TokenizerPool:
         return len(self._waiting_jobs) + sum(map(len, self._queues.values()))
 
     def _place_job(self, job: EncodeJob, queue: WaitingRoom[EncodeJob]) -> None:
-        """Gives a job to a tokenizer with room, or to the queue of its model."""
+        """Gives a job to a tokenizer with room, or to the queue of its model, unless its item has ended."""
+        if job.done.done():
+            return
         try:
             tokenizer = None if queue else self._roomy(job.model, job.tokenizer)
         except NoTokenizer:
@@ -348,7 +350,9 @@ class TokenizerPool:
         """Gives jobs to tokenizers with room, oldest first."""
         try:
             while queue and (tokenizer := self._roomy(model)) is not None:
-                tokenizer.encode(queue.leave_first())
+                job = queue.leave_first()
+                if not job.done.done():
+                    tokenizer.encode(job)
         except NoTokenizer:
             for job in queue.leave():
                 self._waiting_jobs.admit(job)
