@@ -9,8 +9,8 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from subprocess import PIPE, Popen
-from typing import Any
+from subprocess import Popen
+from typing import IO, Any
 
 import pytest
 import pytest_asyncio
@@ -282,8 +282,8 @@ async def test_compilations_whose_items_left_delay_no_other(
     """Each would take minutes; both threads are at it when the clients leave."""
     begun = list[Popen[bytes]]()
 
-    def endless() -> Popen[bytes]:
-        begun.append(Popen((sys.executable, "-c", "import time; time.sleep(3600)"), stdin=PIPE))
+    def endless(grammar: IO[bytes]) -> Popen[bytes]:
+        begun.append(Popen((sys.executable, "-c", "import time; time.sleep(3600)"), stdin=grammar))
         return begun[-1]
 
     def at_once() -> int:

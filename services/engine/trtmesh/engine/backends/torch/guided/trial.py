@@ -10,9 +10,12 @@ from __future__ import annotations
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
-from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -22,6 +25,8 @@ SMALL_BYTES = 1024
 """A grammar of so many bytes takes less time than a process."""
 CPU_SECONDS = 1.0
 """Most CPU time of the process."""
+MOST_SECONDS = 30.0
+"""Most time until its end, on a machine that hardly lets it compute."""
 MEMORY_BYTES = 2**31
 """Most address space of the process."""
 CHECK_SECONDS = 0.02
@@ -52,28 +57,31 @@ def problem_of_trial(grammar: str, check: Callable[[], None]) -> str:
     encoded = grammar.encode()
     if len(encoded) <= SMALL_BYTES:
         return ""
-    given: bytes | None = encoded
-    with _begun() as process:
-        try:
-            while process.returncode is None:
-                check()
-                try:
-                    process.communicate(given, CHECK_SECONDS)
-                except TimeoutExpired:
-                    # The process has the grammar already.
-                    given = None
-        except BaseException:
-            process.kill()
-            raise
+    last = time.monotonic() + MOST_SECONDS
+    # A file, since a pipe may hold less than the grammar.
+    with TemporaryFile() as given:
+        given.write(encoded)
+        given.seek(0)
+        process = _begun(given)
+    try:
+        while process.poll() is None:
+            check()
+            if time.monotonic() > last:
+                return f"the process that compiles it takes more than {MOST_SECONDS:g} s"
+            with suppress(TimeoutExpired):
+                process.wait(CHECK_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
     if process.returncode == -signal.SIGPROF:
         return f"it takes more than {CPU_SECONDS:g} s of CPU time to compile"
     status = process.returncode
     return f"the process that compiles it ended with status {status}" if status else ""
 
 
-def _begun() -> Popen[bytes]:
+def _begun(grammar: IO[bytes]) -> Popen[bytes]:
     command = (sys.executable, "-m", PROGRAM)
-    return Popen(command, stdin=PIPE, stdout=DEVNULL)  # noqa: S603 - the command has no input of a client
+    return Popen(command, stdin=grammar, stdout=DEVNULL)  # noqa: S603 - the command has no input of a client
 
 
 def main() -> None:
@@ -82,7 +90,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0, limits=limits(MAX_ROW_ITEMS))
+    grammar = sys.stdin.buffer.read().decode()
+    LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits(MAX_ROW_ITEMS))
 
 
 if __name__ == "__main__":
