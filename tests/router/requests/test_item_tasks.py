@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
-import pytest_asyncio
 from router.requests.test_live_request import Asked, router_of
 from router.scene import scene
 from router.scripted import ScriptedEngine, eventually
@@ -20,40 +19,51 @@ from trtmesh.router.requests.item_events import ItemEvents
 ITEMS = 1000
 
 
+IDLE_PASSES = 100
+
+
 class Passes:
     """How many items started and ended in each pass of the event loop."""
 
     def __init__(self) -> None:
-        self.number = 0
         self.started = Counter[int]()
         self.ended = Counter[int]()
+        self._number = 0
+        self._left = 0
+        """Passes until this stops to count them: a loop that is never idle takes a whole core."""
 
-    async def count(self) -> None:
-        while True:
-            await asyncio.sleep(0)
-            self.number += 1
+    def note(self, counter: Counter[int]) -> None:
+        """Counts an item in this pass."""
+        counter[self._number] += 1
+        if not self._left:
+            asyncio.get_running_loop().call_soon(self._count)
+        self._left = IDLE_PASSES
+
+    def _count(self) -> None:
+        self._number += 1
+        self._left -= 1
+        if self._left:
+            asyncio.get_running_loop().call_soon(self._count)
 
     async def live(self, item: ItemRun) -> None:
         """In place of an item's life."""
         item._task = asyncio.current_task()
-        self.started[self.number] += 1
+        self.note(self.started)
         try:
             await asyncio.Event().wait()
         finally:
-            self.ended[self.number] += 1
+            self.note(self.ended)
 
 
-@pytest_asyncio.fixture
-async def passes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Passes]:
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     passes = Passes()
 
     async def live(item: ItemRun) -> None:
         await passes.live(item)
 
     monkeypatch.setattr(ItemRun, "run", live)
-    counting = asyncio.create_task(passes.count())
-    yield passes
-    counting.cancel()
+    return passes
 
 
 async def reach_the_deadline(asked: Asked) -> None:
@@ -96,11 +106,11 @@ async def test_encoded_items_go_on_a_few_in_a_pass(
     passes = Passes()
 
     async def go_on(item: ItemRun, *_: object) -> None:
-        passes.started[passes.number] += 1
+        passes.note(passes.started)
         raise QueueFull("all go on")
 
     def fail(events: ItemEvents, *_: object) -> None:
-        passes.ended[passes.number] += 1
+        passes.note(passes.ended)
 
     async def admit(item: ItemRun) -> None:
         admitted.append(item)
@@ -110,13 +120,11 @@ async def test_encoded_items_go_on_a_few_in_a_pass(
     monkeypatch.setattr(ItemRun, "_open", go_on)
     if is_refused:
         monkeypatch.setattr(ItemEvents, "failed", fail)
-    async with scene() as router, asyncio.TaskGroup() as group:
-        counting = group.create_task(passes.count())
+    async with scene() as router:
         router.tokenizer.answering.clear()
         asked = router.ask(*["" if is_refused else "x"] * 200)
         await eventually(lambda: len(admitted) == 200)
         router.tokenizer.answering.set()
         await eventually(lambda: (passes.ended if is_refused else passes.started).total() == 200)
-        counting.cancel()
         asked.cancel()
     assert max((passes.ended if is_refused else passes.started).values()) <= MAX_IN_SLICE
