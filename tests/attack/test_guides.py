@@ -17,7 +17,7 @@ from trtmesh.v1 import generation_pb2 as pb
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 AT_ONCE = 100
-REHEARSED = 40
+REHEARSED = 20
 """Where nobody measures."""
 LEAVES_AFTER_SECONDS = 0.05
 

@@ -20,7 +20,7 @@ NAMES = ("one", "two")
 PROMPTS = [f"the {number}. prompt begins like the others" for number in range(4)]
 SEQUENCES = 2
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 11, "num_return_sequences": SEQUENCES}
-TOKENS = 14
+TOKENS = 10
 """Tokens of a sequence that are compared."""
 
 

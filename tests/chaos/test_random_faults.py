@@ -1,4 +1,6 @@
-"""Random overlapping faults under random streams; `make chaos SEEDS=0-99` runs more seeds."""
+"""Random overlapping faults under random streams; `make chaos SEEDS=0-99` runs more seeds, and a fleet without roles
+too.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,13 @@ LAST_SECONDS = 2.0
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        asked: str = metafunc.config.getoption("--seeds", default=None) or SEEDS
-        metafunc.parametrize("seed", seeds(asked))
+        asked: str | None = metafunc.config.getoption("--seeds", default=None)
+        metafunc.parametrize("seed", seeds(asked or SEEDS))
+        # The faults of engines with roles are those of the others and one more.
+        fleets = {"mixed": MIXED, "roles": SPLIT} if asked else {"roles": SPLIT}
+        metafunc.parametrize(
+            "mesh", fleets.values(), ids=fleets.keys(), indirect=True, scope="module"
+        )
 
 
 def seeds(asked: str) -> range:
@@ -37,9 +44,7 @@ def seeds(asked: str) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=[MIXED, SPLIT], ids=["mixed", "roles"]
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[FaultyMesh]:
     async with faulty_mesh(request.param) as mesh:
         yield mesh

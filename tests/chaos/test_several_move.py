@@ -38,11 +38,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 CASES = {
     "simulated": ("rebalance sampled", "death sampled"),
-    "torch": ("drain greedy", "drain guided"),
+    "torch": ("drain guided",),
 }
 SOAKED = {
     "simulated": ("rebalance greedy", "drain sampled"),
-    "torch": ("drain sampled",),
+    "torch": ("drain greedy", "drain sampled"),
 }
 """Those of `make soak`, which differ from one above in the verb or in the kind alone."""
 

@@ -168,12 +168,12 @@ def test_serve_compares_with_the_undisturbed_run(stack: Stack, tmp_path: Path) -
     load = ("--requests", "12", "--concurrency", "6", "--output-tokens", "60", "--no-echo")
     place = {"XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
     own = ("--tokenizer", str(DEMO))
-    done = trtmesh(*asked, *load, *own, "--disrupt", "kill:engine@0.5s", env=place)
+    done = trtmesh(*asked, *load, *own, "--disrupt", "freeze:engine@0.5s+0.3s", env=place)
     assert done.returncode == 0, done.stderr
     assert "identical to the undisturbed run: 12 of 12 streams (100.00 %)" in done.stdout
     runs = read_runs(record)
     kinds = [[each.kind for each in run.end.disruptions] for run in runs if run.end]
-    assert kinds == [[], ["kill"]]
+    assert kinds == [[], ["freeze"]]
 
 
 async def test_frozen_process_runs_again(
