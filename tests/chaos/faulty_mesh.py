@@ -36,7 +36,7 @@ READY = ("trtmesh_router_ready_workers", "trtmesh_router_ready_tokenizers")
 ENGINE = (
     *(*SIMULATED, *WIDE_TOKENS, "--simulated-vocabulary-end-probability", "0.004"),
     # Few tokens take as long as a fault.
-    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "16"),
 )
 
 MIXED = ("mixed", "mixed")

@@ -36,7 +36,7 @@ ENGINE = (
     *("--simulated-adapters-load-ms", str(1000 * LOAD_SECONDS)),
     *("--simulated-vocabulary-end-probability", "0"),
     # Few tokens take as long as a fault.
-    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "16"),
 )
 PROMPT = ["an adapter changes what follows"]
 TOKENS = 8

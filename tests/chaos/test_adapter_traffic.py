@@ -51,7 +51,7 @@ async def start(mesh: Mesh, workers: int, model_dir: Path, roots: Path, prefetch
     flags = (
         *("--backend", "torch", "--model-dir", str(model_dir), "--torch-threads", "1"),
         *("--torch-kv-cache-tokens", "2048", "--torch-kv-cache-tokens-per-block", "4"),
-        *("--torch-adapters-host-bytes", str(host_bytes()), "--load-interval-seconds", "0.05"),
+        *("--torch-adapters-host-bytes", str(host_bytes())),
         *("--torch-adapters-max-batch-adapters", str(SLOTS)),
         *("--torch-adapters-max-rank", str(RANKS[1])),
         *("--torch-adapters-prefetch-directory", str(prefetch)),

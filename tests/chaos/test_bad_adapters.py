@@ -60,7 +60,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     engine = (
         *("--backend", "torch", "--model-dir", str(model_dir), "--torch-threads", "1"),
         *("--torch-kv-cache-tokens", "4096", "--torch-adapters-host-bytes", str(1 << 24)),
-        *("--torch-adapters-max-rank", str(MOST_RANK), "--load-interval-seconds", "0.05"),
+        *("--torch-adapters-max-rank", str(MOST_RANK)),
         *constants(max_adapter_bytes=MOST_BYTES),
     )
     router = (

@@ -30,7 +30,7 @@ needs, where the engine goes on while the others wait for a core. 24 were measur
 # Any sequence here fits a block, so the blocks in use count live sequences.
 ENGINE = (
     *(*SIMULATED, "--simulated-kv-cache-tokens-per-block", "4096"),
-    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "16"),
 )
 
 

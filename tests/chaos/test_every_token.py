@@ -34,7 +34,7 @@ GREEDY: dict[str, Any] = {}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def simulated() -> AsyncIterator[Fragile]:
-    slow = ("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05")
+    slow = ("--simulated-timing-step-ms", "16")
     async with fragile_mesh((*SIMULATED, *WIDE_TOKENS, *slow)) as fragile:
         yield fragile
 

@@ -27,7 +27,7 @@ ENGINE = (
     *("--simulated-kv-cache-total-blocks", "150", "--simulated-kv-cache-tokens-per-block", "16"),
     *("--simulated-adapters-slots", "4", "--simulated-timing-step-ms-per-sequence", "1"),
     # Few tokens take longer than it takes to strike, on a busy machine too.
-    *("--simulated-timing-step-ms", "60", "--load-interval-seconds", "0.1"),
+    *("--simulated-timing-step-ms", "60"),
 )
 ROUTER = (
     *("--canary-share", "1", "--defragment", "true", "--hedge-enabled", "true"),

@@ -26,7 +26,7 @@ from trtmesh.v1 import router_admin_pb2 as admin_pb
 PROMPTS = [f"item {number}" for number in range(6)]
 TOKENS = 40
 # Few tokens take as long as a change.
-ENGINE = (*SIMULATED, "--simulated-timing-step-ms", "12", "--load-interval-seconds", "0.05")
+ENGINE = (*SIMULATED, "--simulated-timing-step-ms", "12")
 NAMES = ("one", "two")
 
 

@@ -34,7 +34,7 @@ SMALL = (
     *(*SIMULATED, "--simulated-limits-max-batch-size", str(BATCH)),
     *("--simulated-limits-max-queue-size", "0"),
     # Few tokens take as long as some drains, the first of them in a slow moment included.
-    *("--simulated-timing-step-ms", "48", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "48"),
 )
 
 

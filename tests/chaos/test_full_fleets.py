@@ -28,7 +28,7 @@ NAMES = ("one", "two")
 
 FULL_AT_TWO = (
     *("--simulated-limits-max-batch-size", "2", "--simulated-limits-max-queue-size", "0"),
-    *("--simulated-timing-step-ms", "32", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "32"),
 )
 
 

@@ -41,7 +41,7 @@ GENEROUS = ("--hedge-token-share", "0.5")
 ENGINE = (
     *(*SIMULATED, *WIDE_TOKENS),
     # Few tokens take as long as a fault.
-    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "16"),
 )
 PROMPTS = [f"item {number} of a hedged request" for number in range(6)]
 TOKENS = 40

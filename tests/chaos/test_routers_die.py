@@ -38,7 +38,7 @@ PROMPTS = [f"item {number}" for number in range(4)]
 GREEDY: dict[str, Any] = {"max_tokens": 20}
 SAMPLED: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "num_return_sequences": 2}
 # Few tokens take as long as a fault.
-ENGINE = (*SIMULATED, "--simulated-timing-step-ms", "12", "--load-interval-seconds", "0.05")
+ENGINE = (*SIMULATED, "--simulated-timing-step-ms", "12")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 POOL = (
     *("--simulated-kv-cache-total-blocks", "400", "--simulated-kv-cache-tokens-per-block", "16"),
-    *("--simulated-timing-step-ms-per-sequence", "15", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms-per-sequence", "15"),
 )
 TORCH = (
     *(*SMALL, "--torch-batch-invariant", "true"),
-    *("--torch-kv-cache-tokens", "4096", "--load-interval-seconds", "0.02"),
+    *("--torch-kv-cache-tokens", "4096"),
     *("--torch-drafts", "suffix", "--torch-threads", "1"),
 )
 ENGINES = {"simulated": (*SIMULATED, *POOL), "torch": TORCH}

@@ -36,7 +36,7 @@ BYTES = (
 ENGINE = (
     *(*SIMULATED, *BYTES),
     # Few tokens take as long as a fault.
-    *("--simulated-timing-step-ms", "16", "--load-interval-seconds", "0.05"),
+    *("--simulated-timing-step-ms", "16"),
 )
 
 PROMPTS = [f"stream {number}" for number in range(STREAMS)]

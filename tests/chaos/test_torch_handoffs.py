@@ -24,7 +24,7 @@ WORKER = (
     *("--torch-batch-invariant", "true", "--torch-kv-cache-tokens", "4096"),
     # A prefill takes eight chunks.
     *("--torch-batching-context-chunk-tokens", "64", *constants(layers_per_part=2)),
-    *("--load-interval-seconds", "0.02", "--handoff-checksums", "all"),
+    *("--handoff-checksums", "all"),
 )
 
 BLOCKS = {"sender": "16", "one": "16", "two": "32"}

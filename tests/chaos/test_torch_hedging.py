@@ -43,7 +43,7 @@ async def exact(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fragi
     flags = (
         *(*SMALL, "--torch-batch-invariant", "true"),
         *("--torch-adapters-host-bytes", str(1 << 28), "--torch-drafts", "suffix"),
-        *("--load-interval-seconds", "0.02", "--torch-threads", "1"),
+        *("--torch-threads", "1"),
     )
     async with fragile_mesh(flags, router_flags=router) as fragile:
         content = tiny_adapter(1, 8, of=OF_SMALL).content

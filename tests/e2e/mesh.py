@@ -61,14 +61,11 @@ INSIDE = {"TRTMESH_ROUTER_TOKENIZERS": "local", "TRTMESH_TOKENIZER_MODEL_DIR": s
 SIMULATED = (
     *("--backend", "simulated", "--model", "demo"),
     *("--simulated-vocabulary-size", str(DEMO_VOCABULARY)),
-    *("--simulated-timing-step-ms", "4", "--load-interval-seconds", "0.02"),
+    *("--simulated-timing-step-ms", "4"),
 )
 """Engine flags: simulates the demo model."""
 
-LASTING = (
-    *SIMULATED,
-    *("--simulated-timing-step-ms", "20", "--load-interval-seconds", "0.1"),
-)
+LASTING = (*SIMULATED, "--simulated-timing-step-ms", "20")
 """Engine flags: the longest streams last minutes, few tokens outlast what a test does meanwhile, and waiting costs
 little."""
 

@@ -152,7 +152,7 @@ async def workers(
                     backends[-1],
                     worker=name,
                     role=role,
-                    load_interval_seconds=0.02,
+                    load_interval_seconds=0.1,
                     grace_seconds=grace_seconds,
                     handoff_limits=handoff_limits.get(name, HANDOFF_LIMITS),
                 )
@@ -171,6 +171,6 @@ async def workers(
 
 
 async def expected(*prompts: Any, **options: Any) -> Sequence[ItemResult]:
-    """The results of a single mixed worker."""
-    async with workers("mixed") as on, asyncio.timeout(PATIENCE_SECONDS):
+    """The results of a single mixed worker, at once."""
+    async with workers("mixed", timing={"step_ms": 0.0}) as on, asyncio.timeout(PATIENCE_SECONDS):
         return await on.ask(*prompts, **options)

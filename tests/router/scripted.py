@@ -37,7 +37,7 @@ async def eventually(condition: Callable[[], object]) -> None:
     """Polls until `condition` holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - what is watched sets no event
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)
 
 
 class Mortal:
