@@ -49,6 +49,28 @@ def ambiguous(number: int) -> tuple[str, str]:
     return "EBNF_GRAMMAR", f"start: a\na: a a | /[a-z{number} ]/ | a a a"
 
 
+def tag(form: dict[str, Any]) -> tuple[str, str]:
+    return "STRUCTURAL_TAG", json.dumps({"type": "structural_tag", "format": form})
+
+
+def separated(depth: int) -> dict[str, Any]:
+    content = separated(depth - 1) if depth else {"type": "const_string", "value": "a" * 1000}
+    own = {"type": "tag", "begin": "", "content": content, "end": ""}
+    return {"type": "tags_with_separator", "tags": [own], "separator": ","}
+
+
+MANY = [
+    {"type": "json_schema", "json_schema": {"type": "integer", "multipleOf": number}}
+    for number in range(9000, 9999)
+]
+
+
+def triggers(count: int, letter: str) -> tuple[str, str]:
+    begins = [f"{letter}{number:05d}" for number in range(count)]
+    structures = [{"begin": begin, "schema": {}, "end": "!"} for begin in begins]
+    return "STRUCTURAL_TAG", json.dumps({"structures": structures, "triggers": begins})
+
+
 ATTACKS = {
     "deep oneOf": [schema(one_of(8))],
     "many values": [schema({"enum": [f"value {n}" for n in range(10_000)]})],
@@ -56,6 +78,9 @@ ATTACKS = {
     "long arrays": [schema({"type": "array", "minItems": 10**5, "maxItems": 10**6})],
     "expressions": [("REGEX", text) for text in ("((a{1000}){1000})", "(.*a.{200}|.*b.{200})*")],
     "a hundred": [schema({"properties": {f"p{n}": {"type": "integer"}}}) for n in range(100)],
+    "triggers": [triggers(count, letter) for count in (32, 1500) for letter in "xyz"],
+    "nested tags": [tag(separated(depth)) for depth in range(14, 20)],
+    "many schemas": [tag({"type": "sequence", "elements": MANY[n:]}) for n in range(3)],
     "ambiguous": [ambiguous(number) for number in range(32)],
 }
 """Hostile guides: each is refused, ends or goes on."""

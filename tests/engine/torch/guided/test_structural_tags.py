@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from e2e.mesh import DEMO
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.engine.backends.torch.guided import guidance
 from trtmesh.engine.backends.torch.guided.grammars import Matcher
 from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler, compiler_for
+from trtmesh.engine.backends.torch.guided.structural_tags import Readers, tag_grammar
 from trtmesh.v1 import generation_pb2 as pb
 
 Format = dict[str, Any]
@@ -144,6 +147,9 @@ def test_texts_of_a_format(
         (TRIGGERED | {"tags": [ANY]}, "at /format/tags/0 must be a tag"),
         (form("grammar", grammar="start: %json {}"), "%json"),
         (form("repeat", content=DIGITS, min=2, max=1), "at /format must have 0 <= min <= max"),
+        (TRIGGERED | {"excludes": ["x"] * 33}, "at /format/excludes has more than 32 texts"),
+        (TRIGGERED | {"triggers": ["<f="] * 33}, "at /format/triggers has more than 32 texts"),
+        (tag("<t>", ANY, ["x"] * 33), "at /format/end has more than 32 texts"),
     ],
     ids=str,
 )  # fmt: skip
@@ -153,3 +159,39 @@ def test_format_that_cannot_be_followed_is_refused_with_its_path(
     with pytest.raises(InvalidField) as refused:
         compiled(compiler, value)
     assert words in refused.value.problem
+
+
+def separated(depth: int) -> Format:
+    content = separated(depth - 1) if depth else form("const_string", value="a" * 50)
+    return form("tags_with_separator", tags=[tag("", content, "")], separator=",")
+
+
+@pytest.mark.parametrize(
+    "of_size",
+    [
+        separated,
+        lambda size: form(
+            "triggered_tags",
+            triggers=[f"<{number}>" for number in range(2 * size)],
+            tags=[tag(f"<{number}>", DIGITS) for number in range(2 * size)],
+        ),
+    ],
+    ids=["separators", "triggers"],
+)
+def test_grammar_grows_with_its_tag_and_no_faster(of_size: Callable[[int], Format]) -> None:
+    def size(number: int) -> int:
+        guide = json.dumps({"type": "structural_tag", "format": of_size(number)})
+        readers = Readers({}, str, lambda pattern: f"/{pattern}/", lambda _: None)
+        return len(tag_grammar(guide, readers).text)
+
+    assert size(16) < 2.5 * size(8)
+
+
+def test_large_tag_is_tried_first(
+    compiler: GuidanceCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part of a tag refers to itself, but thousands may take seconds together."""
+    monkeypatch.setattr(guidance, "problem_of_trial", lambda _grammar, _check: "it takes long")
+    compiled(compiler, form("or", elements=[form("const_string", value="a")] * 200))
+    with pytest.raises(InvalidField, match="cannot be followed: it takes long"):
+        compiled(compiler, form("or", elements=[form("const_string", value="a")] * 2000))

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,13 @@ from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import Check, Row
 from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
 from trtmesh.engine.backends.torch.guided.structural_tags import Readers, TagGrammar, tag_grammar
-from trtmesh.engine.backends.torch.guided.trial import MAX_ROW_ITEMS, limits, problem_of_trial
+from trtmesh.engine.backends.torch.guided.trial import (
+    MAX_ROW_ITEMS,
+    SMALL_BYTES,
+    SMALL_TAG_BYTES,
+    limits,
+    problem_of_trial,
+)
 from trtmesh.engine.guides import FIELD, plain
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -142,7 +149,7 @@ class Compilation:
             case pb.GUIDE_TYPE_REGEX:
                 return self._compiled(_one(f"start: {_regex(guide)}"))
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
-                return self._compiled(_one(_lark(guide)), MAX_ROW_ITEMS)
+                return self._compiled(_one(_lark(guide)), MAX_ROW_ITEMS, SMALL_BYTES)
             case pb.GUIDE_TYPE_STRUCTURAL_TAG:
                 readers = Readers(self._options, _lark, _regex, self._special)
                 return self._of_tag(tag_grammar(guide, readers))
@@ -156,8 +163,9 @@ class Compilation:
         return ids[0] if is_special else None
 
     def _of_tag(self, tag: TagGrammar) -> GuidanceMatcher:
+        bounds = (MAX_ROW_ITEMS, SMALL_BYTES) if tag.is_ambiguous else (None, SMALL_TAG_BYTES)
         try:
-            return self._compiled(tag.text, MAX_ROW_ITEMS if tag.is_ambiguous else None)
+            return self._compiled(tag.text, *bounds)
         except InvalidField:
             for path, schema in tag.schemas:
                 self._follow(schema, path)
@@ -181,9 +189,12 @@ class Compilation:
             raise InvalidField(f"at {place} cannot be followed: {problem}", field=FIELD)
         return own
 
-    def _compiled(self, grammar: str, max_row_items: int | None = None) -> GuidanceMatcher:
-        # Grammars, unlike schemas and expressions.
-        problem = max_row_items and problem_of_trial(grammar, self._check)
+    def _compiled(
+        self, grammar: str, max_row_items: int | None = None, small_bytes: float = inf
+    ) -> GuidanceMatcher:
+        """A grammar of more than `small_bytes` is tried first."""
+        is_small = len(grammar.encode()) <= small_bytes
+        problem = "" if is_small else problem_of_trial(grammar, self._check)
         if not problem:
             own, problem = self._try(grammar, max_row_items)
         if problem:

@@ -19,6 +19,8 @@ from trtmesh.chassis.json_text import load_json
 from trtmesh.engine.backends.torch.guided.schemas import MOST_DEPTH, Schema, read_schema, refuse
 from trtmesh.engine.guides import FIELD
 
+MOST_TEXTS = 32
+"""Most triggers, ends or excludes in a list: free text is searched for all of them at once."""
 SHAPE = '{"structures": [{"begin": "...", "schema": {...}, "end": "..."}], "triggers": ["..."]}'
 ANY = "/(?s:.*)/"
 CHOSEN = {"at_least_one": False, "stop_after_first": False}
@@ -118,6 +120,10 @@ class Writer:
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
         self._rules: list[str] = []
+        self._names: dict[str, str] = {}
+        """Of expressions, by their text."""
+        self._free: dict[tuple[str, ...], str] = {}
+        """Names of free text, by the texts that it must not have."""
         self._grammars: list[dict[str, str]] = []
         self._schemas: list[tuple[str, Schema]] = []
         self._is_ambiguous = False
@@ -233,7 +239,9 @@ class Writer:
 
     def _separated(self, given: Schema, path: str) -> Expression:
         tags = self._tags(given["tags"], path)
-        tag = self._or(self._row([self._begin(begin, own), rest]) for own, begin, rest in tags)
+        tag = self._rule(
+            self._or(self._row([self._begin(begin, own), rest]) for own, begin, rest in tags)
+        )
         if not given["stop_after_first"]:
             more = self._row([_fixed(given["separator"]), tag])
             tag = self._row([tag, Expression(f"({more.text})*", more.is_regular)])
@@ -286,15 +294,20 @@ class Writer:
     def _text(self, path: str, excludes: Sequence[str], ends: Ends) -> Expression:
         """Any text up to the first of `ends`, inclusive, without any of `excludes` before."""
         # Exclude the ends as well: the library may miss a short end directly after an ambiguous text.
-        without = [*excludes, *(ends or ())]
-        found = f"{ANY} {self._or(map(_fixed, without)).text} {ANY}"
-        base = self._define("T", "", f"{ANY} & ~({found})" if without else ANY)
+        base = self._without(tuple(dict.fromkeys([*excludes, *(ends or ())])))
         if ends is None:
-            return base
+            return Expression(base, is_regular=False)
         if not ends:
             refuse(path, "has no end: free text must be the content of a tag, or come last")
         end = self._or(map(_fixed, ends))
-        return self._define("t", "[lazy]", f"{base.text} {end.text}")
+        return self._define("t", "[lazy]", f"{base} {end.text}")
+
+    def _without(self, texts: tuple[str, ...]) -> str:
+        """The name of any text that has none of `texts` in it."""
+        if texts not in self._free:
+            found = f"{ANY} {self._or(map(_fixed, texts)).text} {ANY}"
+            self._free[texts] = self._name(f"{ANY} & ~({found})" if texts else ANY)
+        return self._free[texts]
 
     def _row(self, parts: Sequence[Expression]) -> Expression:
         """Returns a sequence of parts."""
@@ -314,14 +327,22 @@ class Writer:
         return Expression(f"({' | '.join(texts)})", is_regular)
 
     def _rule(self, part: Expression) -> Expression:
-        """Returns a part usable in several places."""
-        return part if part.is_regular else self._define("r", "", part.text)
+        """Returns a part that several places use without its text."""
+        if part.is_regular:
+            return Expression(self._name(part.text), is_regular=True)
+        return self._define("r", "", part.text)
 
     def _named(self, part: Expression) -> str:
         """Returns the text of a part beside others."""
         if not part.is_regular or part.text == '""':
             return part.text
-        return self._define("T", "", part.text).text
+        return self._name(part.text)
+
+    def _name(self, text: str) -> str:
+        """Returns the name of an expression."""
+        if text not in self._names:
+            self._names[text] = self._define("T", "", text).text
+        return self._names[text]
 
     def _define(self, letter: str, options: str, text: str) -> Expression:
         name = f"{letter}{len(self._rules)}"
@@ -358,6 +379,8 @@ def _read(value: Any, path: str) -> Schema:
 def _texts(given: list[Any], path: str) -> list[str]:
     if not all(isinstance(text, str) and text for text in given):
         refuse(path, "must be texts")
+    if len(given) > MOST_TEXTS:
+        refuse(path, f"has more than {MOST_TEXTS} texts")
     return given
 
 

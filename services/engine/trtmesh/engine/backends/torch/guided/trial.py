@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 PROGRAM = "trtmesh.engine.backends.torch.guided.trial"
-SMALL_BYTES = 1024
-"""A grammar of so many bytes takes less time than a process."""
+SMALL_BYTES, SMALL_TAG_BYTES = 1024, 4096
+"""Sizes at which a grammar takes less time than a process: one whose rules refer to each other, and a tag without."""
 CPU_SECONDS = 1.0
 """Most CPU time of the process."""
 MOST_SECONDS = 30.0
@@ -54,13 +54,10 @@ def limits(max_row_items: int | None) -> LLParserLimits:
 
 def problem_of_trial(grammar: str, check: Callable[[], None]) -> str:
     """Returns why the process could not compile a grammar, or ''. Raises the exceptions of `check`."""
-    encoded = grammar.encode()
-    if len(encoded) <= SMALL_BYTES:
-        return ""
     last = time.monotonic() + MOST_SECONDS
     # A file, since a pipe may hold less than the grammar.
     with TemporaryFile() as given:
-        given.write(encoded)
+        given.write(grammar.encode())
         given.seek(0)
         process = _begun(given)
     try:
