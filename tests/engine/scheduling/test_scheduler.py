@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from searches import examples
 from trtmesh.engine.scheduling.scheduler import PATIENCE, REMOVED_ENTRIES
-from trtmesh.engine.scheduling.sequence import SchedulingRules
+from trtmesh.engine.scheduling.sequence import PRIORITY_STEPS, SchedulingRules
 
 
 def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tuple[Any, list[int]]]:
@@ -243,12 +243,20 @@ def test_a_prompt_in_the_cache_counts_as_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low_priority", "high_priority", "bound"),
-    [(0, 1, 256), (0, 16, 16 * 256), (0, 2**20, 32 * 256), (-(2**31), 2**31 - 1, 86 * 256)],
+    ("low_priority", "high_priority", "steps", "bound"),
+    [
+        (0, 1, 256, 256),
+        (0, 16, 16, 16 * 16),
+        (0, 2**20, 16, 32 * 16),
+        (-(2**31), 2**31 - 1, 16, 86 * 16),
+    ],
 )
 def test_a_stream_of_higher_priority_delays_by_a_bound(
-    low_priority: int, high_priority: int, bound: int
+    low_priority: int, high_priority: int, steps: int, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Fewer steps a priority where the bound is far."""
+    assert PRIORITY_STEPS == 256
+    monkeypatch.setattr("trtmesh.engine.scheduling.sequence.PRIORITY_STEPS", steps)
     engine = PaperEngine(blocks=16, batch=1)
     low = engine.sequence([1], 2, configure(priority=low_priority))
     engine.add(low)

@@ -28,7 +28,6 @@ from trtmesh.engine.backend import (
     TokenDetails,
 )
 from trtmesh.engine.backends.torch.backend import TorchBackend
-from trtmesh.engine.backends.torch.guided import guidance
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 SECONDS = 60.0
@@ -210,28 +209,16 @@ def module_of(engine: Harness) -> Any:
     return getattr(compute, "_runner", compute)._model.module
 
 
-_compilers: dict[tuple[object, ...], guidance.GuidanceCompiler | None] = {}
-
-
-def compiler_for(
-    model_dir: Path, vocabulary_size: int, end_ids: Sequence[int]
-) -> guidance.GuidanceCompiler | None:
-    """The compiler of a tokenizer, built once for all engines with it: a fifth of a tiny model's start."""
-    file = model_dir / "tokenizer.json"
-    key = (file.is_file() and file.read_bytes(), vocabulary_size, *end_ids)
-    if key not in _compilers:
-        _compilers[key] = guidance.compiler_for(model_dir, vocabulary_size, end_ids)
-    return _compilers[key]
-
-
 @asynccontextmanager
 async def running(model_dir: Path, **settings: Any) -> AsyncIterator[Harness]:
     """A started backend; a single thread avoids contention between tests."""
+    # Only here: it imports PyTorch.
+    from engine.torch.loads import shared_loads
+
     constants = {name: settings.pop(name) for name in ("layers_per_part",) if name in settings}
     harness = Harness(model_dir, by_short_names(TorchSettings, **{"threads": 1, **settings}))
-    with pytest.MonkeyPatch.context() as patching:
+    with pytest.MonkeyPatch.context() as patching, shared_loads():
         patch(patching, **constants)
-        patching.setattr("trtmesh.engine.backends.torch.loading.compiler_for", compiler_for)
         await harness.start()
     try:
         yield harness

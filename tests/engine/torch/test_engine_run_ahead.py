@@ -16,6 +16,7 @@ from engine.torch.drafts.drafters import FixedLengths, Knowing
 from engine.torch.guided.guides import guided
 from engine.torch.guided.lateness import SomeLate
 from engine.torch.harness import configure, running
+from engine.torch.loads import shared_loads
 from oracle import tiny_models
 from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding
@@ -58,7 +59,8 @@ class Driver:
     def __init__(self, model_dir: Path, ahead: int, **settings: Any) -> None:
         settings = {"threads": 1, "tokens_per_block": 4, "max_step_tokens": 16, **settings}
         files = weight_files(model_dir)
-        self.loaded = load_engine(model_dir, files, by_short_names(TorchSettings, **settings))
+        with shared_loads():
+            self.loaded = load_engine(model_dir, files, by_short_names(TorchSettings, **settings))
         self.engine = self.loaded.engine
         self.ahead = ahead
         self.tokens: dict[int, list[int]] = {}

@@ -238,8 +238,14 @@ async def test_drafts_on_both_sides_change_nothing(kind: str, llama: Path) -> No
         assert pair.other.backend.stats().draft_tokens
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 32])
-@pytest.mark.parametrize("kind", ["sampled", "several"])
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        pytest.param(kind, length, marks=[] if place % 2 == other else pytest.mark.soak)
+        for other, kind in enumerate(["sampled", "several"])
+        for place, length in enumerate([16, 15, 32, 17])
+    ],
+)
 async def test_guided_sequences_sit_out_on_both_sides(kind: str, length: int, llama: Path) -> None:
     """The last token of the prompt is computed again, whether it fills a block or not."""
     guide = GuidedDecoding(pb.GUIDE_TYPE_REGEX, "([a-z]{3} )*")
@@ -357,8 +363,14 @@ async def test_layers_leave_before_the_later_ones_are_computed(llama: Path) -> N
         assert [(part.first_layer, written) for part, written in seen] == [(0, False), (1, True)]
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled", "penalised", "min_tokens"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=[] if place % 2 == other else pytest.mark.soak)
+        for other, family in enumerate(["llama", "mistral"])
+        for place, name in enumerate(["greedy", "sampled", "penalised", "min_tokens"])
+    ],
+)
 async def test_running_sequence_is_handed_over_at_any_token(
     family: str, name: str, model_dir: ModelDir
 ) -> None:
