@@ -47,7 +47,7 @@ sizes = st.sampled_from([16, 32]) | st.integers(1, 40)
 splits = st.sampled_from([(1, "heads"), (2, "heads"), (4, "heads"), (3, "layers")])
 
 
-@settings(max_examples=examples(100, soak=200), deadline=None)
+@settings(max_examples=examples(50, soak=200), deadline=None)
 @given(sizes, sizes, splits, splits, st.integers(1, 100), st.data())
 def test_copies_fill_any_receiver_from_any_sender(
     source_size: int,

@@ -87,7 +87,7 @@ def adapters(count: int) -> list[StoredAdapter]:
 @given(
     st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 3), st.integers(1, 20), st.booleans()
 )
-@settings(max_examples=examples(80, soak=150), deadline=None)
+@settings(max_examples=examples(40, soak=150), deadline=None)
 def test_no_sequence_starves(
     seed: int, slots: int, copy_steps: int, longest: int, popular: bool
 ) -> None:

@@ -269,7 +269,7 @@ class Traffic:
         assert self.engine.scheduler.pending_prompt_tokens == 0
 
 
-@settings(max_examples=examples(80, soak=150), deadline=None)
+@settings(max_examples=examples(40, soak=150), deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(5, 60))
 def test_any_traffic_ends_with_all_blocks_free(draw: random.Random, acts: int) -> None:
     traffic = Traffic(draw)

@@ -29,7 +29,7 @@ def add_random(engine: PaperEngine, draw: random.Random, count: int) -> list[tup
 
 
 @given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.integers(0, 12))
-@settings(max_examples=examples(80, soak=150), deadline=None)
+@settings(max_examples=examples(40, soak=150), deadline=None)
 def test_no_rule_changes_what_a_sequence_reads(
     seed: int, never_pause: bool, chunked: bool, host_blocks: int
 ) -> None:

@@ -26,12 +26,14 @@ Version = tuple[tuple[str, int, int], ...]
 
 _compilers: dict[tuple[object, ...], guidance.GuidanceCompiler | None] = {}
 _passed = set[tuple[object, ...]]()
+_once = set[tuple[object, ...]]()
+"""Models that have been read."""
 _read = model._weights
 
 
 @contextmanager
 def shared_loads() -> Iterator[None]:
-    """Within the block, engines read and check unchanged files once in this process."""
+    """Within the block, this process reads and checks unchanged files once, or twice."""
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(model, "_weights", _weights)
         patching.setattr(loading, "compiler_for", _compiler_for)
@@ -45,9 +47,13 @@ def _version(model_dir: Path) -> Version:
     return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in files)
 
 
-def _weights(model_dir: Path, _config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy, to which the engine adds layers."""
-    return copy.deepcopy(_weights_of(model_dir, _version(model_dir), dtype))
+def _weights(model_dir: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy, to which the engine adds layers. Many models have one engine only."""
+    wanted = (model_dir, version := _version(model_dir), dtype)
+    if wanted not in _once:
+        _once.add(wanted)
+        return _read(model_dir, config, dtype)
+    return copy.deepcopy(_weights_of(model_dir, version, dtype))
 
 
 @lru_cache(maxsize=16)

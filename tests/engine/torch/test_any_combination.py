@@ -29,7 +29,7 @@ from engine.torch.conftest import Device, ModelDir
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROUNDS = 3
-ITEMS = 9
+ITEMS = 6
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

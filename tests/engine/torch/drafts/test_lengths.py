@@ -43,7 +43,7 @@ def play(
     rate: float,
     each: float,
     fixed: float = 0.0,
-    steps: int = 3000,
+    steps: int = 1500,
     wait: float = 0.0,
     told: float | None = None,
 ) -> tuple[float, float]:
@@ -90,7 +90,7 @@ def test_waiting_for_drafts_never_costs_more_than_they_are_worth(
         sum(rate**k for k in range(count + 1)) / (1 + wait + cost * count)
         for count in range(MOST_DRAFTS + 1)
     )
-    gain, drafts = play(AdaptiveLengths(), rows, rate, cost / rows, steps=6000, wait=wait)
+    gain, drafts = play(AdaptiveLengths(), rows, rate, cost / rows, steps=3000, wait=wait)
     assert gain > 0.97 * max(1, 0.8 * best)
     if best < 0.95:
         assert drafts < 0.2

@@ -25,7 +25,7 @@ from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.v1 import generation_pb2 as pb
 
-ITEMS = 9
+ITEMS = 6
 GUIDES = (
     GuidedDecoding(pb.GUIDE_TYPE_REGEX, "[a-z ]*"),
     GuidedDecoding(pb.GUIDE_TYPE_REGEX, "(?s:.)*"),

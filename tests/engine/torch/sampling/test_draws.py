@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
 from trtmesh.engine.backends.torch.accelerator import ORDERING as DEVICE_ORDERING
-from trtmesh.engine.backends.torch.sampling import filters
+from trtmesh.engine.backends.torch.sampling import draws, filters
 from trtmesh.engine.backends.torch.sampling.choice import Chooser, adjusted
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.draws import BLOCK, places
@@ -35,6 +36,14 @@ SHAPES: list[dict[str, Any]] = [
     {"top_p": 0.8},
     {"min_p": 0.05},
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known_streams() -> Iterator[None]:
+    """Computes the 8,000 streams of the tests once, with room for all."""
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(draws, "stream_of", cache(draws.stream_of.__wrapped__))
+        yield
 
 
 def sampling(**values: Any) -> Sampling:
