@@ -18,7 +18,7 @@ from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch import loading
 
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 SAMPLED = [
     {},
     {"temperature": 0.8},
