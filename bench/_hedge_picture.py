@@ -100,7 +100,7 @@ def drawn(plain: Rows, hedged: Rows) -> str:
 
 
 async def main() -> None:
-    plain, hedged = await run(), await run("--hedge-enabled", "true")
+    plain, hedged = await run(), await run("--hedge-share", "0.02")
     picture = Path(__file__).parent.parent / "docs" / "pictures" / "hedge.svg"
     picture.write_text(drawn(plain, hedged), encoding="utf-8")
     for rows in (plain, hedged):

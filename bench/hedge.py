@@ -121,7 +121,7 @@ async def side(
     engines = [
         (*ordinary, *HALF) if fault == "half" and not n else ordinary for n in range(WORKERS)
     ]
-    flags = ("--hedge-enabled", "true") if hedged else ()
+    flags = ("--hedge-share", "0.02") if hedged else ()
     with fleet(engines, *flags) as mesh:
         planned = sorted(
             arrivals(load * capacity(step_ms), WARM_SECONDS + seconds, bursts=fault == "bursts"),

@@ -49,7 +49,7 @@ ROUTER = (
     *constants(tokenizer_wait_seconds=60, max_lost_workers=100, max_lost_tokenizers=100),
     # With roles, the KV of every prompt moves.
     *("--handoff-enabled", "always", "--grace-seconds", "1"),
-    *("--hedge-enabled", "true", "--hedge-token-share", "0.5"),
+    *("--hedge-share", "0.5"),
     *constants(lease_seconds=1, handoff_prefill_seconds=3, handoff_transfer_seconds=2),
 )
 

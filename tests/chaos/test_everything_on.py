@@ -30,9 +30,9 @@ ENGINE = (
     *("--simulated-timing-step-ms", "60"),
 )
 ROUTER = (
-    *("--canary-share", "1", "--defragment", "true", "--hedge-enabled", "true"),
+    *("--canary-share", "1", "--defragment", "true"),
     # On a busy machine prompts seem expensive, and copies are many.
-    *("--hedge-token-share", "0.5"),
+    *("--hedge-share", "0.5"),
     *("--retries-worker-wait-seconds", "60", *constants(max_lost_workers=100, lease_seconds=1)),
 )
 PROMPT = list(range(300, 460))

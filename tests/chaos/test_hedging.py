@@ -32,11 +32,11 @@ from trtmesh.client import ItemResult
 from trtmesh.router.hedging.lateness import Budget
 
 HEDGED = (
-    *("--hedge-enabled", "true", "--placement-policy", "round_robin"),
+    *("--hedge-share", "0.02", "--placement-policy", "round_robin"),
     # All other moves take far longer than a hedge, even on a busy machine.
     *("--deadlines-silence-seconds", "60", "--deadlines-step-gap-seconds", "60"),
 )
-GENEROUS = ("--hedge-token-share", "0.5")
+GENEROUS = ("--hedge-share", "0.5")
 """For tests of other things than the budget: on a busy machine prompts seem expensive, and copies are many."""
 ENGINE = (
     *(*SIMULATED, *WIDE_TOKENS),

@@ -155,8 +155,8 @@ async def _faulty_mesh(folder: Path) -> tuple[Report, Mapping[str, str]]:
             "0.0.0.0",
             "--admin-host",
             "0.0.0.0",
-            "--hedge-enabled",
-            "true",
+            "--hedge-share",
+            "0.02",
         )
         # A frozen worker is stalled after so long, and lost after ten times as long.
         flags += (
@@ -346,7 +346,7 @@ IN_A_CONFIGURATION: Sequence[tuple[Fault, Service]] = (
      lambda _: [torch("--role", "prefill", "--torch-kv-cache-tokens-per-block", "32"), torch("--role", "decode")]),
     (Fault("no-role", "error", "engine", "prefill", "other role"), lambda _: [engine("--role", "prefill")]),
     (Fault("hedging", "warning", "router", "inexact", "batch_invariant"),
-     lambda _: [router("--hedge-enabled", "true"), torch("--torch-dtype", "bfloat16")]),
+     lambda _: [router("--hedge-share", "0.02"), torch("--torch-dtype", "bfloat16")]),
 )  # fmt: skip
 
 
@@ -391,7 +391,7 @@ def test_healthy_configuration_has_no_finding(tmp_path: Path) -> None:
 def test_healthy_configuration_of_a_stack_has_no_finding(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
     file.write_text(
-        "mesh: {engines: 2}\nrouter: {hedge: {enabled: true}}\nengine: {torch: {batch_invariant: true}}\n"
+        "mesh: {engines: 2}\nrouter: {hedge_share: 0.02}\nengine: {torch: {batch_invariant: true}}\n"
         "tokenizer: {log_level: debug}\n"
     )
     report = doctor("--config", str(file))

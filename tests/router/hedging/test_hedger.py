@@ -10,7 +10,6 @@ from router.scripted_fleet import FIELDS, fleet
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.hedging.lateness import LEAST_SEEN
-from trtmesh.router.hedging.settings import HedgeSettings
 from trtmesh.router.placement import WorkerSnapshot
 
 PREFILL_SECONDS = 0.025
@@ -41,7 +40,7 @@ async def test_first_token_is_late_once_its_prompt_had_the_time_to_be_computed()
     async with fleet(*engines) as on:
         router, clock = on.client.router, asyncio.get_running_loop().time
         slow: Any = Prefilling(router._fleet)
-        hedger = Hedger(HedgeSettings(enabled=True), slow, router._metrics)
+        hedger = Hedger(0.02, slow, router._metrics)
         hedger.look(clock())
         for engine in engines:
             on.serve(engine)

@@ -110,7 +110,7 @@ async def late(on: Fleet, **options: Any) -> tuple[ScriptedEngine, int, asyncio.
 async def racing(**options: Any) -> AsyncIterator[Scene]:
     # Where both workers die, one is there again as soon as this machine allows.
     patient = {"worker_wait_seconds": PATIENCE_SECONDS}
-    async with fleet(hedge={"enabled": True}, retries=patient) as on:
+    async with fleet(hedge_share=0.02, retries=patient) as on:
         first, handle, asked = await late(on, **options)
         second = on.other(first)
         (copy,) = await second.submitted()
@@ -279,7 +279,7 @@ async def test_worker_without_the_adapter_is_noted(lacking: str) -> None:
         ScriptedEngine(worker=name, supported_fields=[*FIELDS, "lora.id"]) for name in ("a", "b")
     ]
     key = (7, "v1")
-    async with fleet(*engines, hedge={"enabled": True}) as on:
+    async with fleet(*engines, hedge_share=0.02) as on:
         workers = on.client.router._fleet.workers.values()
         for engine in engines:
             await engine.tell_adapter(*key)
@@ -304,7 +304,7 @@ async def test_defect_ends_no_hedging(monkeypatch: pytest.MonkeyPatch) -> None:
         return hedge(item, *args)
 
     monkeypatch.setattr(ItemRun, "hedge", breaks_once)
-    async with fleet(hedge={"enabled": True}) as on:
+    async with fleet(hedge_share=0.02) as on:
         first, handle, _ = await late(on)
         await eventually(lambda: counted(on, "hedges_refused", reason="item"))
         await first.step((handle, LEARNED, TOKENS[LEARNED : LEARNED + 1]))
@@ -371,7 +371,7 @@ async def test_client_leaves() -> None:
 
 async def test_first_token_is_late() -> None:
     """In a queue, or at a worker that is frozen."""
-    async with fleet(hedge={"enabled": True}) as on:
+    async with fleet(hedge_share=0.02) as on:
         for engine in on.engines:
             on.serve(engine)
         for _ in range(3 * LEARNED):
@@ -420,7 +420,7 @@ async def test_inexact_workers_get_no_copies_and_explain_says_why() -> None:
         ScriptedEngine(worker=name, supported_fields=FIELDS, resumes_exactly=False)
         for name in ("one", "two")
     ]
-    async with fleet(*engines, hedge={"enabled": True}) as on:
+    async with fleet(*engines, hedge_share=0.02) as on:
         first, handle, asked = await late(on, request_id="mine")
         await eventually(lambda: counted(on, "hedges_refused", reason="not_exact"))
         (hedge,) = (await on.client.admin.explain("mine")).hedges
@@ -444,7 +444,7 @@ async def test_float32_counts_as_exact() -> None:
         )
         for name in ("one", "two")
     ]
-    async with fleet(*engines, hedge={"enabled": True}) as on:
+    async with fleet(*engines, hedge_share=0.02) as on:
         first, _, _ = await late(on)
         await on.other(first).submitted()
 
@@ -456,7 +456,7 @@ async def test_worker_that_would_cut_a_sequence_gets_no_copy(most: int, copies: 
         ScriptedEngine(worker=name, supported_fields=FIELDS, max_sequence_tokens=limit)
         for name, limit in (("long", 1000), ("short", most))
     )
-    async with fleet(long, short, hedge={"enabled": True}) as on:
+    async with fleet(long, short, hedge_share=0.02) as on:
         await short.report(draining=True)
         await until_states(on.client, [READY, admin_pb.WORKER_STATE_DRAINING], [])
         first, handle, asked = await late(on)
@@ -472,7 +472,7 @@ async def test_sequence_with_its_stop_text_gets_no_copy() -> None:
     texts = ScriptedTokenizer(vocabulary_size=256)
     texts.stop_token = TOKENS[LEARNED - 1]
     one, two = (ScriptedEngine(worker=name, supported_fields=FIELDS) for name in ("one", "two"))
-    async with fleet(one, two, tokenizers=[texts], hedge={"enabled": True}) as on:
+    async with fleet(one, two, tokenizers=[texts], hedge_share=0.02) as on:
         await two.report(draining=True)
         await until_states(on.client, [READY, admin_pb.WORKER_STATE_DRAINING], [READY])
         options = {"max_tokens": len(TOKENS), "text": True}
@@ -499,7 +499,7 @@ async def test_hopeless_sequences_hold_up_no_other() -> None:
         ScriptedEngine(worker=name, supported_fields=[*FIELDS, "beam_search.beam_width"])
         for name in ("one", "two")
     ]
-    async with fleet(*engines, hedge={"enabled": True}) as on:
+    async with fleet(*engines, hedge_share=0.02) as on:
         one, two = engines
         await two.report(draining=True)
         await until_states(on.client, [READY, admin_pb.WORKER_STATE_DRAINING], [])

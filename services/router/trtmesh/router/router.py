@@ -101,7 +101,7 @@ class Router:
         runtime.message_limits = MessageLimits()
         self._fleet = Fleet(settings.placement, self._metrics, settings.handoff, settings.models)
         self._handoffs = HandoffTable(self._fleet, self._metrics)
-        self._hedger = Hedger(settings.hedge, self._fleet, self._metrics)
+        self._hedger = Hedger(settings.hedge_share, self._fleet, self._metrics)
         self._followed = self._followed_router() if settings.adapters.follow else None
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)

@@ -18,7 +18,6 @@ from trtmesh.router.doors.openai.settings import OpenAiSettings
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.fleet.bridge import ForeignWorkerSettings
-from trtmesh.router.hedging.settings import HedgeSettings
 from trtmesh.router.links.deadlines import Deadlines, Retries
 from trtmesh.router.links.local import LOCAL
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
@@ -51,6 +50,10 @@ class RouterSettings(SecuredSettings):
     canary_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the items that another worker computes a second time, after their end and where there is idle capacity:
     a worker that two others contradict rests. Only of workers that promise equal tokens; 0 means none."""
+    hedge_share: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Most tokens that are computed twice, as a share of the tokens delivered; those of prompts count by the time they
+    take. A sequence whose next token is late then goes on at two workers that give equal tokens, until one of them is
+    ahead; 0 means none, and 0.02 suits most."""
     defragment: bool = False
     """Whether running sequences move, with their KV, where that pays by the predictions of placement: to even out load
     and KV, to gather those of an adapter, and to make room for a prompt that waits for blocks. None moves twice within
@@ -72,7 +75,6 @@ class RouterSettings(SecuredSettings):
     compression: CompressionSettings = CompressionSettings()
     record: RecordSettings = RecordSettings()
     receipts: ReceiptSettings = ReceiptSettings()
-    hedge: HedgeSettings = HedgeSettings()
 
     @property
     def other_tokenizers(self) -> Sequence[str]:

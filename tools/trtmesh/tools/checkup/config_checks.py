@@ -149,8 +149,8 @@ def engines(facts: ConfigFacts) -> Iterator[Symptom]:
     inexact = [name for name, engine in found if not _is_exact(engine)]
     for service in facts.services:
         settings = service.settings
-        if inexact and isinstance(settings, RouterSettings) and settings.hedge.enabled:
-            what = f"hedge.enabled is on, and {', '.join(inexact)} take no copies: inexact"
+        if inexact and isinstance(settings, RouterSettings) and settings.hedge_share:
+            what = f"hedge_share is set, and {', '.join(inexact)} take no copies: inexact"
             yield Symptom("hedging", service.name, what)
 
 

@@ -34,7 +34,6 @@ from trtmesh.router.hedging.lateness import (
     text,
 )
 from trtmesh.router.hedging.race import HedgeRecord, Race, RacingItem
-from trtmesh.router.hedging.settings import HedgeSettings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Capability, WorkerSnapshot
 from trtmesh.router.streams.sequence import SequenceRun
@@ -112,11 +111,11 @@ class _Refusal:
 class Hedger:
     """Hedging as a background task of the router, and the account of its races."""
 
-    def __init__(self, settings: HedgeSettings, fleet: Fleet, metrics: RouterMetrics) -> None:
-        self.enabled = settings.enabled
+    def __init__(self, token_share: float, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self.enabled = token_share > 0
         self.metrics = metrics
         self._fleet = fleet
-        self._budget = Budget(settings.token_share)
+        self._budget = Budget(token_share)
         self._wastes = Wastes()
         self._rhythms: dict[Worker, Rhythm] = {}
         self._waits: dict[str, Seen] = {}
