@@ -218,9 +218,7 @@ class ItemTrace:
                 word = error.reason if error is not None else ""
                 self._leave(leg, run.sequence_index, len(run.token_ids), reason, word)
 
-    def _leave(
-        self, leg: LegTrace, index: int, tokens: int, reason: str, error: str = "", at_ns: int = 0
-    ) -> None:
+    def _leave(self, leg: LegTrace, index: int, tokens: int, reason: str, error: str = "") -> None:
         """A sequence with so many tokens ends its leg, once."""
         offset = leg.offsets.pop(index, None)
         if offset is None:
@@ -230,7 +228,7 @@ class ItemTrace:
         leg.span.error = leg.span.error or error
         if not leg.offsets:
             leg.span.attributes |= {"trtmesh.tokens": leg.tokens, "trtmesh.end": reason}
-            end(self._call.tracer, leg.span, leg.span.error, at_ns)
+            end(self._call.tracer, leg.span, leg.span.error)
 
     def switched(self, run: SequenceRun, lost: TrtmeshError | None) -> None:
         """A sequence goes on as its second copy."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -26,8 +25,6 @@ from trtmesh.engine.handoff.send_machine import (
 from trtmesh.engine.handoff.send_run import SentBlocks
 from trtmesh.v1 import kv_transfer_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2_grpc
-
-log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 10.0
 """Time for a receiver to send the first message."""

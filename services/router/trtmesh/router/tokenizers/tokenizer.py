@@ -14,7 +14,7 @@ from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.forwarding import Outbox
-from trtmesh.chassis.grpc.client import Call, Connection, Method
+from trtmesh.chassis.grpc.client import Connection, Method
 from trtmesh.chassis.process_facts import clock_ahead_ms
 from trtmesh.chassis.revisions import SCHEMA_REVISION, check_revision
 from trtmesh.chassis.tasks import next_tick
@@ -75,8 +75,6 @@ CONNECT: Method[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectRes
     pb.TokenizerServiceConnectRequest.SerializeToString,
     pb.TokenizerServiceConnectResponse.FromString,
 )
-
-_Call = Call[pb.TokenizerServiceConnectRequest, pb.TokenizerServiceConnectResponse]
 
 LOOKS = 15
 """Looks at the same unanswered command until the tokenizer counts as frozen."""
