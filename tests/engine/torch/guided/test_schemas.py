@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -43,9 +43,8 @@ class Maker:
 
     def schema(self, depth: int = 2) -> Schema:
         kinds = [self._number, self._text, self._choice]
-        return self._dice.choice(
-            [*kinds, self._array, self._object, self._any] if depth else kinds
-        )(depth)
+        nested = [self._array, self._object, self._map, self._any]
+        return self._dice.choice([*kinds, *nested] if depth else kinds)(depth)
 
     def _number(self, _depth: int) -> Schema:
         dice, low = self._dice, self._dice.randint(-50, 50)
@@ -78,13 +77,23 @@ class Maker:
     def _object(self, depth: int) -> Schema:
         names = self._dice.sample(["a", "b c", "ü", "d/e", "f"], self._dice.randint(1, 3))
         required = [name for name in names if self._dice.random() < 0.6]
-        more: Any = self._dice.choice([False, False, {"type": "integer"}])
+        more: Any = self._dice.choice([False, False, True, {"type": "integer"}])
         properties = {name: self.schema(depth - 1) for name in names}
         return {
             "type": "object",
             "properties": properties,
             "required": required,
             "additionalProperties": more,
+        }
+
+    def _map(self, depth: int) -> Schema:
+        required = self._dice.sample(["a", "f"], self._dice.randint(0, 2))
+        return {
+            "type": "object",
+            "patternProperties": {"^[a-f]$": self.schema(depth - 1)},
+            "required": required,
+            "additionalProperties": self._dice.choice([False, self.schema(depth - 1)]),
+            "minProperties": self._dice.randint(0, len(required) + 1),
         }
 
     def _any(self, depth: int) -> Schema:
@@ -145,10 +154,33 @@ def compiled(compiler: GuidanceCompiler, schema: object) -> Grammar | None:
         return None
 
 
+def notations(value: object) -> Iterator[str]:
+    """Texts of a value: as usual, with escapes where needed or in all names, and with members twice."""
+    for is_ascii in (False, True):
+        yield json.dumps(value, ensure_ascii=is_ascii, separators=(",", ":"))
+        yield json.dumps(value, ensure_ascii=is_ascii)
+    yield spelled(value, escaped)
+    if isinstance(value, dict):
+        yield spelled(value, json.dumps, times=2)
+
+
+def spelled(value: object, name: Callable[[str], str], times: int = 1) -> str:
+    if isinstance(value, dict):
+        members = [f"{name(key)}:{spelled(each, name)}" for key, each in value.items()]
+        return f"{{{','.join(members * times)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(spelled(each, name) for each in value)}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    units = text.encode("utf-16-be", "surrogatepass").hex()
+    return '"' + "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)) + '"'
+
+
 def accepts(grammar: Grammar, tokenizer: Tokenizer, value: object) -> bool:
-    """Whether a value in either usual notation is a whole text of the grammar."""
-    for separators in ((",", ":"), (", ", ": ")):
-        text = json.dumps(value, ensure_ascii=False, separators=separators)
+    """Whether a value in any notation is a whole text of the grammar."""
+    for text in notations(value):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         matcher = grammar.start.copy()
         if matcher.accept(ids) == len(ids) and matcher.may_end:
@@ -213,6 +245,51 @@ def test_nothing_invalid_is_accepted(compiler: GuidanceCompiler, tokenizer: Toke
     print(f"{len(groups)} groups, {len(kept)} kept")
     assert wrong == []
     assert len(kept) > 100
+
+
+def test_nothing_invalid_is_accepted_under_made_schemas(
+    compiler: GuidanceCompiler, tokenizer: Tokenizer
+) -> None:
+    """The answers under each schema are values for all others."""
+    schemas = [Maker(number).schema(depth=1) for number in range(150)]
+    found = [compiled(compiler, schema) for schema in schemas]
+    assert None not in found
+    grammars = [grammar for grammar in found if grammar]
+    texts = [
+        text
+        for seed, grammar in enumerate(grammars)
+        for text in answers(grammar, tokenizer, seed)
+        if text.startswith("{")
+    ]
+    invalid = 0
+    for schema, grammar in zip(schemas, grammars, strict=True):
+        for text in texts:
+            value = json.loads(text)
+            if not jsonschema_rs.is_valid(schema, value):
+                assert not accepts(grammar, tokenizer, value), (schema, text)
+                invalid += 1
+    print(f"{len(texts)} values, {invalid} times invalid")
+    assert invalid > 1000
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"minProperties": 2}, '{"x":1,"x":2}'),
+        ({"patternProperties": {"^x$": {}}, "minProperties": 3, "required": ["y"]}, '{"y":1,"x":2,"x":2}'),
+        ({"properties": {"a": {"type": "integer"}}}, r'{"\u0061":"s"}'),
+        ({"properties": {"a": {"type": "integer"}}}, r'{"a":1,"\u0061":"s"}'),
+        ({"properties": {"\n": {"type": "integer"}}}, r'{"\u000a":"s"}'),
+        ({"patternProperties": {"^é": {"type": "integer"}}}, r'{"\u00e9":"s"}'),
+    ],
+)  # fmt: skip
+def test_key_counts_once_in_any_spelling(
+    schema: Schema, text: str, compiler: GuidanceCompiler, tokenizer: Tokenizer
+) -> None:
+    assert not jsonschema_rs.is_valid(schema, json.loads(text))
+    if grammar := compiled(compiler, schema):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert grammar.start.accept(ids) < len(ids)
 
 
 def test_expression_that_explodes_is_refused(compiler: GuidanceCompiler) -> None:

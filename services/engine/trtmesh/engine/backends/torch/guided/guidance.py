@@ -128,6 +128,8 @@ class Compilation:
             "whitespace_flexible": most > 0,
             "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}" if most else None,
             "lenient": False,
+            # Without \\u, which would be another spelling of a name that the schema has a property for.
+            "json_allowed_escapes": 'nrbtf\\"',
         }
         """The library's options for JSON."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -19,6 +20,8 @@ MOST_PROPERTIES = 500
 """Per object: the time to compile properties grows with the square of the number, to seconds for 2,000."""
 MOST_MULTIPLE = 10_000
 """Largest common multiple of all `multipleOf`, without trailing zeros: the automaton has a state for each remainder."""
+UNWRITABLE = re.compile(r"(?<!\\)(?:\\\\)*(\\u00[01][0-9a-f]|\x7f)")
+"""Matches a character in JSON that has no escape of one letter."""
 MOST_SECONDS = 0.1
 """Time of the trials for the place of a problem."""
 
@@ -49,6 +52,17 @@ def read_schema(text: str, base: str = "") -> Schema:
         properties = part.get("properties")
         if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
             refuse(f"{path}/properties", f"has more than {MOST_PROPERTIES} properties")
+        least, required = part.get("minProperties"), part.get("required")
+        if isinstance(least, int):
+            others = least - len({*map(str, required)} if isinstance(required, list) else ())
+            if others > 1:
+                # A grammar counts members, of which two may have the same name.
+                problem = f"asks for {others} properties beside those required, of at most 1"
+                refuse(f"{path}/minProperties", problem)
+        for key in ("const", "enum"):
+            if found := UNWRITABLE.search(json.dumps(part.get(key), ensure_ascii=False)):
+                code = ord(json.loads(f'"{found[1]}"'))
+                refuse(f"{path}/{key}", f"has the character U+{code:04X}, which no answer can have")
         number = part.get("multipleOf")
         if isinstance(number, int | float) and number > 0:
             digits = int("".join(map(str, Decimal(repr(number)).as_tuple().digits)).rstrip("0"))
