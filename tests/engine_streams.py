@@ -58,7 +58,7 @@ async def serving(backend: Backend, **settings: Any) -> AsyncIterator[RunningEng
     """Serves `backend` inside the block, then stops as the chassis does. Transports that no setting names are those of
     one host: an agent of NIXL takes most of the CPU of a short test."""
     runtime, limits = Runtime(), settings.pop("handoff_limits", HANDOFF_LIMITS)
-    defaults = {"backend": "simulated", "load_interval_seconds": 0.01}
+    defaults = {"backend": "simulated", "load_interval_seconds": 0.05}
     handoff = {"transports": ("shared_memory", "grpc")} | settings.pop("handoff", {})
     chosen = EngineSettings.model_validate(defaults | settings | {"handoff": handoff})
     service = EngineService(chosen, runtime, backend, limits)
