@@ -121,23 +121,48 @@ def test_draws_equal_those_of_the_host(size: int, device: torch.device) -> None:
     logits[3::7] = -math.inf
     logits[3::7, :: size // 3] = 1.5
     logits[5::7, size // 2] = 60.0
-    draws = torch.from_numpy(
+    draws = some_draws(rows).to(device)
+    temperatures = [(0.0, 0.7, 1.0, 1.9, 1e-3, 1e4)[row % 6] for row in range(rows)]
+    got = chosen(logits, temperatures, draws)
+    expected = drawn_by_host(logits, temperatures, draws)
+    greedy = np.array(temperatures) == 0
+    expected[greedy] = highest_reference(logits.cpu())[greedy]
+    assert got.tolist() == expected.tolist()
+
+
+def some_draws(rows: int) -> torch.Tensor:
+    return torch.from_numpy(
         places(
             [2**64 - 1 - row * 977 for row in range(rows)],
             list(range(rows)),
             [row % 3 for row in range(rows)],
             [row * 11 for row in range(rows)],
         )
-    ).to(device)
-    temperatures = [(0.0, 0.7, 1.0, 1.9, 1e-3, 1e4)[row % 6] for row in range(rows)]
-    got = chosen(logits, temperatures, draws)
+    )
+
+
+def drawn_by_host(
+    logits: torch.Tensor, temperatures: list[float], draws: torch.Tensor
+) -> torch.Tensor:
     wide = torch.tensor(temperatures, dtype=torch.float64)[:, None]
     bounds = torch.full_like(wide, -math.inf)
-    race = _Race(_blocks(logits.cpu()), wide, bounds, draws.cpu()[:, None])
-    expected = race.among_all()
-    greedy = np.array(temperatures) == 0
-    expected[greedy] = highest_reference(logits.cpu())[greedy]
-    assert got.tolist() == expected.tolist()
+    return _Race(_blocks(logits.cpu()), wide, bounds, draws.cpu()[:, None]).among_all()
+
+
+# The interpreter warns of infinite quotients and their products with 0, which are not used.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid)")
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+def test_draws_whose_noise_is_rounded_away_equal_those_of_the_host(
+    scale: float, device: torch.device
+) -> None:
+    """Where equal logits are high or the temperature is low."""
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(24, 600, generator=generator).mul(3).round() + 20).mul(scale).to(device)
+    draws = some_draws(24).to(device)
+    for temperature in (1.0, 1e-13, 1e-15, 1e-20, 1e-40):
+        temperatures = [temperature] * len(logits)
+        got = chosen(logits, temperatures, draws).tolist()
+        assert got == drawn_by_host(logits, temperatures, draws).tolist(), temperature
 
 
 def test_logits_that_are_not_finite_choose_no_token(device: torch.device) -> None:

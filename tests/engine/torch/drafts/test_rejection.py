@@ -98,6 +98,23 @@ def test_a_threshold_decides_without_a_draw() -> None:
         assert set(chosen(rows, model)) == {token}
 
 
+@pytest.mark.parametrize("values", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
+def test_a_source_without_an_allowed_token_leaves_the_choice_to_the_model(
+    values: dict[str, Any],
+) -> None:
+    """Logits that are finite for banned tokens alone."""
+    torch.manual_seed(3)
+    model, other = torch.randn(1, SIZE), torch.full((1, SIZE), -torch.inf)
+    other[0, 4] = 0.0
+    values |= {"temperature": 1.0, "bad_token_ids": ((4,), (0,))}
+    configs = [configure(**values, seed=seed) for seed in range(DRAWS)]
+    found = chosen(
+        [continuation(config, GivenDrafts([4], other, None)) for config in configs], model
+    )
+    model[0, [0, 4]] = -torch.inf
+    assert fits(found, probabilities(configs[0], model))
+
+
 def given(threshold: float | None = None, **changes: Any) -> Draft:
     """Drafts of a source with equal chances for all ids; about half of them hold."""
     logits = to_message(torch.zeros(TOKENS, tiny_models.VOCABULARY_SIZE), pb.DATA_TYPE_FP16)

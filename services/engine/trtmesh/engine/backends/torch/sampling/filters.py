@@ -49,7 +49,9 @@ class Filters:
         return weights.masked_fill_(logits < self.lowest(configs, logits, peaks, top_p), 0.0)
 
     def probabilities(self, config: Sampling, row: Tensor, top_p: float) -> Tensor:
-        """[vocabulary] float64, by a row of logits [1, vocabulary]."""
+        """[vocabulary] float64, by a row of logits [1, vocabulary]; all 0 where no token is left."""
+        if bool(row.amax() == -math.inf):
+            return torch.zeros_like(row[0], dtype=torch.float64)
         weights = self.weights([config], row, [top_p])[0]
         return weights / weights.sum()
 

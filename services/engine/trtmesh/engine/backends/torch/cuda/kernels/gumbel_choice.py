@@ -90,7 +90,7 @@ def _best_sum(x, kept, place, temperature, numbers, ids, size):
     # A winner is at most 44 temperatures below the highest logit, where rounding is less than half of 1e-3.
     sums = _relative(x, top, (1 / temperature).to(tl.float32)) - tl.log(wait)
     sums = tl.where(kept, sums, float("-inf"))
-    left = kept & (sums >= tl.max(sums) - 1e-3)
+    left = kept & (sums >= tl.max(sums) - 1e-3 - _rounding(top, temperature))
     best = tl.full((), float("-inf"), tl.float64)
     winner = tl.zeros((), tl.int32) + size
     token = tl.min(tl.where(left, ids, size))
@@ -111,6 +111,13 @@ def _best_sum(x, kept, place, temperature, numbers, ids, size):
 @triton.jit
 def _relative(x, top, factor):
     return tl.where(x == top, 0.0, (x - top) * factor)
+
+
+@triton.jit
+def _rounding(top, temperature):
+    """More than the rounding of two float64 sums near top / temperature, which hides noise where it is large. It is
+    finite, and less than what the next lower float32 lacks."""
+    return tl.minimum(tl.abs(top) * (1 / temperature).to(tl.float32) * 1e-15, 1e30)
 
 
 @triton.jit
@@ -157,6 +164,7 @@ def winner_of(
     sums = _relative(own, peak, factor) + noise
     # The noise of the highest logit is at least -4. Estimates are wrong by less than half of 2e-3.
     reached = tl.maximum(tl.max(tl.where(key_of(own) >= least, sums, float("-inf"))), -4.0) - 2e-3
+    reached -= _rounding(peak, temperature)
     bounds = _relative(highest, peak, factor) + noise
     likely = (key_of(highest) >= least) & (bounds >= reached)
     places = tl.cumsum(likely.to(tl.int32), 0) - 1
