@@ -44,7 +44,7 @@ LATE = (
     *("COLUMNS", "XDG_RUNTIME_DIR", "TESTED_", "FAKE_"),
     # Of a shell that completes a command.
     *("_TRTMESH_", "COMP_"),
-    # The SDK is imported where one of them names a collector.
+    # Read where one of them names a collector.
     "OTEL_",
     *OF_IMPORTS,
     # The server tells them to glibc.

@@ -47,6 +47,12 @@ BACKENDS = {
 }
 """Modules that an engine imports once it knows its backend."""
 
+TRACING = (
+    "trtmesh.chassis.tracing.otlp",
+    "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+)
+"""Modules that a service imports where its environment names a collector."""
+
 
 @dataclass
 class ServiceProcess:
@@ -202,7 +208,7 @@ def server_of(service: str, flags: Sequence[str]) -> ForkServer:
 
 
 def imports_of(service: str, flags: Sequence[str]) -> tuple[str, ...]:
-    """The modules that a process with these flags imports before it serves."""
+    """The modules that a process with these flags, and any environment, imports before it serves."""
     main = f"trtmesh.{service}.__main__"
     backend = dict(pairwise(flags)).get("--backend", "torch")
     # One that is no backend runs nothing.
@@ -210,8 +216,8 @@ def imports_of(service: str, flags: Sequence[str]) -> tuple[str, ...]:
     if runs_torch or service == ONE_PROCESS or service in CONVERTERS:
         # One import of PyTorch for all.
         mains = (f"trtmesh.{each}.__main__" for each in ("router", "engine", "tokenizer"))
-        return (*mains, *BACKENDS["torch"])
-    return (main, *BACKENDS[backend]) if service == "engine" else (main,)
+        return (*mains, *BACKENDS["torch"], *TRACING)
+    return (main, *(BACKENDS[backend] if service == "engine" else ()), *TRACING)
 
 
 @asynccontextmanager
