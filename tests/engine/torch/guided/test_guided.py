@@ -63,6 +63,13 @@ async def texts(engine: Harness, model: Path, config: Any) -> list[str]:
         ("CHOICE", '["yes", "no (a+b)", "[.*]"]', r"yes|no \(a\+b\)|\[\.\*\]"),
         ("EBNF_GRAMMAR", 'root ::= "a" | "b" root', "b*a"),
         ("EBNF_GRAMMAR", 'start: "x" start | "y"', "x*y"),
+        ("EBNF_GRAMMAR", 'start: "%json" // %json', "%json"),
+        ("EBNF_GRAMMAR", 'root ::= "%json" # [x, capture]:', "%json"),
+        (
+            "EBNF_GRAMMAR",
+            'start: [capture] /y=?/ # x[temperature=1]:\ncapture: "[capture]:"',
+            r"(\[capture\]:)?y=?",
+        ),
     ],
 )
 async def test_whole_text_has_the_form_of_the_guide(
@@ -183,6 +190,10 @@ async def test_item_without_a_token_to_choose_ends_with_the_fields_to_blame(
         ("EBNF_GRAMMAR", 'start: %json {"multipleOf": 62615533}', "%json"),
         ("EBNF_GRAMMAR", "start: x\nx[capture, temperature=0.7]: /a+/", "has a temperature"),
         ("EBNF_GRAMMAR", "start: x\nx[capture]: /a+/", "has a capture"),
+        ("EBNF_GRAMMAR", 'start: x\n?x [suffix="]",temperature =1]: /a+/', "has a temperature"),
+        ("EBNF_GRAMMAR", 'start: x\n!x [suffix="]", capture = "y"]: /a+/', "has a capture"),
+        ("EBNF_GRAMMAR", 'start: x\nx[stop="b", capture , lazy]: /a+/', "has a capture"),
+        ("EBNF_GRAMMAR", 'start: x\nx[stop="b", stop_capture="c"]: /a+/', "has a capture"),
         ("STRUCTURAL_TAG", '{"structures": [], "triggers": ["<"]}', "with a structure"),
         ("STRUCTURAL_TAG", '{"type": "structural_tag", "form": {}}', "must be {"),
         ("STRUCTURAL_TAG", '{"type": "structural_tag", "format": {}}', "at /format/type must be"),

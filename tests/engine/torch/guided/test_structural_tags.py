@@ -50,6 +50,7 @@ CASES: list[tuple[Format, list[str], list[str]]] = [
     (form("grammar", grammar=BALANCED), ["x", "((x))"], ["((x)", ""]),
     (form("sequence", elements=[form("const_string", value="a"), DIGITS, ANY]),
      ["a1", "a1 text"], ["a", "1"]),
+    (form("sequence", elements=[form("regex", pattern=""), DIGITS]), ["1"], [""]),
     (form("sequence", elements=[form("regex", pattern="a*"), form("const_string", value="ab")]),
      ["ab", "aaaab"], ["b", "aa"]),
     (form("or", elements=[DIGITS, SEVEN, form("const_string", value="no")]),

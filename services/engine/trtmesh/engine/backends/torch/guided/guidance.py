@@ -35,10 +35,12 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES, MOST_TAG_BYTES = 65_536, 262_144
 """Most bytes of a guide, and of structural tags: the library's limits bound what all schemas in them take together."""
-RULE = r"^[ \t]*\w+\[[^\]\n]*\b"
-"""The beginning of a rule in Lark's notation, within the attributes."""
-TEMPERATURE = re.compile(RULE + r"temperature\s*=", re.MULTILINE)
-CAPTURE = re.compile(RULE + r"capture\b", re.MULTILINE)
+QUOTED = re.compile(r'"(\\.|[^"\\])*"?|(#|//)[^\n]*|/(\\.|[^/\\])+/?|<[^<>\s]+>')
+"""Matches what has no names in Lark's notation: a text, a comment, an expression, a special token. Ends are optional: a
+search for each missing one would take long, and the library refuses such a grammar."""
+TEMPERATURE = re.compile(r"\btemperature\s*=")
+CAPTURE = re.compile(r"capture\s*(=|,|\]\s*:)")
+"""Matches the attribute of a rule, or `stop_capture`; an optional part by this name ends in `]` without a colon."""
 SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (8, 15, 20, 25)]
 """Tokens that the library allows at once where the rest of a string may be so long, beside its own lengths, 10 and 30:
 a string near its limit takes it through the vocabulary, which is a hundred times as long."""
@@ -267,23 +269,30 @@ def _regex(expression: str) -> str:
     from llguidance import LLMatcher
 
     (grammar,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
-    return str(grammar["lark_grammar"]).removeprefix("start: ")
+    # Without characters it would begin a comment.
+    return str(grammar["lark_grammar"]).removeprefix("start: ") if expression else '""'
 
 
 def _lark(text: str) -> str:
     """Returns a grammar in Lark's notation, from Lark's or GBNF's notation."""
-    from llguidance.gbnf_to_lark import GrammarParser, is_lark_syntax, resolve
+    from llguidance.gbnf_to_lark import is_lark_syntax
 
-    if "%json" in text:
+    grammar = text if is_lark_syntax(text) else _lark_of_gbnf(text)
+    bare = QUOTED.sub(" ", grammar)
+    if "%json" in bare:
         # Beyond the limits of schemas.
         raise InvalidField("has %json, which a grammar must not contain", field=FIELD)
-    if TEMPERATURE.search(text):
+    if TEMPERATURE.search(bare):
         # The library leaves the temperature to the caller.
         raise InvalidField("has a temperature, which is that of the item alone", field=FIELD)
-    if CAPTURE.search(text):
+    if CAPTURE.search(bare):
         raise InvalidField("has a capture, which no answer would return", field=FIELD)
-    if is_lark_syntax(text):
-        return text
+    return grammar
+
+
+def _lark_of_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import GrammarParser, resolve
+
     try:
         rules = GrammarParser().parse(text)
         # Inner rules first: for each rule out of order, the library looks at all rules again.
