@@ -18,13 +18,16 @@ SPECIAL = re.compile(r"([\\.^$|?*+()\[\]{}])")
 
 def plain(asked: GuidedDecoding) -> GuidedDecoding:
     """The guide for engines without choices: a regular expression in their place. Raises InvalidField without a guide
-    that the type needs."""
+    that the type needs, or with one that it does not take."""
     if asked.guide_type == pb.GUIDE_TYPE_JSON:
+        if asked.guide:
+            problem = "is set, but JSON has none; a schema has the type JSON_SCHEMA"
+            raise InvalidField(problem, field=FIELD)
         return asked
     if not asked.guide_type or not asked.guide:
-        missing = "guide" if asked.guide_type else "guide_type"
-        field = f"guided_decoding.{missing}"
-        raise InvalidField("is not set, but the grammar needs it", field=field)
+        field = FIELD if asked.guide_type else "guided_decoding.guide_type"
+        state = "empty" if asked.guide_type and asked.guide is not None else "not set"
+        raise InvalidField(f"is {state}, but the grammar needs it", field=field)
     if asked.guide_type == pb.GUIDE_TYPE_CHOICE:
         regex = regex_of_choices(asked.guide)
         return replace(asked, guide_type=int(pb.GUIDE_TYPE_REGEX), guide=regex)

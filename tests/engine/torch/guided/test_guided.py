@@ -186,6 +186,8 @@ async def test_item_without_a_token_to_choose_ends_with_the_fields_to_blame(
         ("JSON_SCHEMA", '{"type": "string", "pattern": "(?!a)b"}', "look-around"),
         ("REGEX", "(a", "unclosed group"),
         ("REGEX", None, "is not set, but the grammar needs it"),
+        ("REGEX", "", "is empty, but the grammar needs it"),
+        ("JSON", '{"type": "array"}', "is set, but JSON has none; a schema has the type JSON_SCHEMA"),
         ("EBNF_GRAMMAR", "start: other", "other"),
         ("EBNF_GRAMMAR", 'start: %json {"multipleOf": 62615533}', "%json"),
         ("EBNF_GRAMMAR", "start: x\nx[capture, temperature=0.7]: /a+/", "has a temperature"),
