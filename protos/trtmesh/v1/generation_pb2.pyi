@@ -948,7 +948,7 @@ class GuidedDecodingConfig(google.protobuf.message.Message):
     guide: builtins.str
     """Text of the grammar."""
     max_whitespace: builtins.int
-    """Most blanks and line ends in a row between the parts of JSON; 0 means none. Unset means the worker's setting."""
+    """Most blanks and line ends in a row between the parts of JSON; 0 means none, unset 8."""
     def __init__(
         self,
         *,
