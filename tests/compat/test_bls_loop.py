@@ -92,7 +92,7 @@ def rate_of(response: Response) -> float:
         ),
         {"stop_words": ["return"], "bad_words": [" if"], "min_tokens": 9},
         {"top_k": 50, "temperature": 0.7, "guided_decoding_guide_type": "regex"}
-        | {"guided_decoding_guide": "[a-z ]{9,400}"},
+        | {"guided_decoding_guide": "([A-Z][0-9]){9,200}"},
     ],
     ids=["greedy", "drawn", "penalised", "words", "guided"],
 )
@@ -107,8 +107,9 @@ async def test_nothing_changes_but_the_number_of_steps(
             assert value == pytest.approx(found.outputs[name], abs=1e-4)
         else:
             assert value.tolist() == found.outputs[name].tolist()
-    # Drafts follow no guide, so none need fit.
-    assert 0 < rate_of(found) < 1 or "guided_decoding_guide" in values
+    # Drafts follow the guide as well: without, a quarter of them would hold.
+    least = 0.5 if "guided_decoding_guide" in values else 0
+    assert least < rate_of(found) < 1
 
 
 async def test_logits_of_drafts_decide_by_the_seed(triton: Triton) -> None:
