@@ -158,10 +158,10 @@ async def _faulty_mesh(folder: Path) -> tuple[Report, Mapping[str, str]]:
             "--hedge-share",
             "0.02",
         )
-        # A frozen worker is stalled after so long, and lost after ten times as long.
+        # A frozen worker is stalled after so long. Its connection is lost after 15 s at the earliest.
         flags += (
             "--deadlines-silence-seconds",
-            "15",
+            "4",
             "--connections-max-open",
             "900000",
             "--engines",
