@@ -49,6 +49,10 @@ def ambiguous(number: int) -> tuple[str, str]:
     return "EBNF_GRAMMAR", f"start: a\na: a a | /[a-z{number} ]/ | a a a"
 
 
+def conjunction(size: int) -> str:
+    return "start: T\nT: " + " & ".join(f"/.*a{{0,{n}}}b.*/" for n in range(size))
+
+
 def tag(form: dict[str, Any]) -> tuple[str, str]:
     return "STRUCTURAL_TAG", json.dumps({"type": "structural_tag", "format": form})
 
@@ -81,6 +85,11 @@ ATTACKS = {
     "triggers": [triggers(count, letter) for count in (32, 1500) for letter in "xyz"],
     "nested tags": [tag(separated(depth)) for depth in range(14, 20)],
     "many schemas": [tag({"type": "sequence", "elements": MANY[n:]}) for n in range(3)],
+    "patterns": [
+        schema({"allOf": [{"pattern": f"a{{0,{n}}}b"} for n in range(30)]}),
+        schema({"patternProperties": {f"^x{n}y[a-z]+$": {} for n in range(900)}}),
+    ],
+    "conjunction": [("EBNF_GRAMMAR", conjunction(number)) for number in (26, 27)],
     "ambiguous": [ambiguous(number) for number in range(32)],
 }
 """Hostile guides: each is refused, ends or goes on."""

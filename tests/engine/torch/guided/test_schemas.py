@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from e2e.mesh import DEMO
 from engine.torch.conftest import ModelDir
-from engine.torch.guided.guides import guided, text_of
+from engine.torch.guided.guides import ATTACKS, guided, text_of
 from engine.torch.harness import running
 from llguidance import gbnf_to_lark
 from public_data import public_json
@@ -207,6 +207,7 @@ def answers(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> Iterator[str]:
             return
 
 
+@pytest.mark.slow
 def test_random_answers_under_public_schemas_are_valid(
     compiler: GuidanceCompiler, tokenizer: Tokenizer
 ) -> None:
@@ -230,6 +231,7 @@ def test_random_answers_under_public_schemas_are_valid(
     assert rejected <= 3
 
 
+@pytest.mark.slow
 def test_nothing_invalid_is_accepted(compiler: GuidanceCompiler, tokenizer: Tokenizer) -> None:
     files = public_json("json_schema_test_suite_2020_12.json")
     # Formats are optional there, and followed by their shape: a 30th of February passes.
@@ -247,6 +249,7 @@ def test_nothing_invalid_is_accepted(compiler: GuidanceCompiler, tokenizer: Toke
     assert len(kept) > 100
 
 
+@pytest.mark.slow
 def test_nothing_invalid_is_accepted_under_made_schemas(
     compiler: GuidanceCompiler, tokenizer: Tokenizer
 ) -> None:
@@ -272,6 +275,7 @@ def test_nothing_invalid_is_accepted_under_made_schemas(
     assert invalid > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
@@ -296,6 +300,16 @@ def test_expression_that_explodes_is_refused(compiler: GuidanceCompiler) -> None
     """The library's own limits would accept it, and take a second to refuse one of ten times the size."""
     with pytest.raises(InvalidField, match="too many expressions"):
         compiler(GuidedDecoding(pb.GUIDE_TYPE_REGEX, "((a{300}){300})"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "guide"), [*ATTACKS["patterns"], *ATTACKS["conjunction"]])
+def test_expressions_that_take_long_together_are_refused(
+    kind: str, guide: str, compiler: GuidanceCompiler
+) -> None:
+    """The library takes minutes to find what they have in common, within its limits."""
+    with pytest.raises(InvalidField, match="more than 1 s of CPU time to compile"):
+        compiler(GuidedDecoding(pb.GuideType.Value(f"GUIDE_TYPE_{kind}"), guide))
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from trtmesh.engine.backends.torch.guided.guidance import GuidanceCompiler, comp
 from trtmesh.engine.backends.torch.guided.structural_tags import Readers, tag_grammar
 from trtmesh.v1 import generation_pb2 as pb
 
+pytestmark = pytest.mark.slow
+
 Format = dict[str, Any]
 
 

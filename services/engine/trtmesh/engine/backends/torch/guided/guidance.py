@@ -9,14 +9,13 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import Check, Row
-from trtmesh.engine.backends.torch.guided.schemas import place_of, read_schema
+from trtmesh.engine.backends.torch.guided.schemas import has_expressions, place_of, read_schema
 from trtmesh.engine.backends.torch.guided.structural_tags import Readers, TagGrammar, tag_grammar
 from trtmesh.engine.backends.torch.guided.trial import (
     MAX_ROW_ITEMS,
@@ -153,7 +152,10 @@ class Compilation:
             case pb.GUIDE_TYPE_REGEX:
                 return self._compiled(_one(f"start: {_regex(guide)}"))
             case pb.GUIDE_TYPE_EBNF_GRAMMAR:
-                return self._compiled(_one(_lark(guide)), MAX_ROW_ITEMS, SMALL_BYTES)
+                grammar = _one(_lark(guide))
+                # What two dozen expressions have in common takes minutes to find.
+                self._try_apart(grammar, SMALL_BYTES if {"&", "~"}.isdisjoint(guide) else 0)
+                return self._compiled(grammar, MAX_ROW_ITEMS)
             case pb.GUIDE_TYPE_STRUCTURAL_TAG:
                 readers = Readers(self._options, _lark, _regex, self._special)
                 return self._of_tag(tag_grammar(guide, readers))
@@ -167,9 +169,10 @@ class Compilation:
         return ids[0] if is_special else None
 
     def _of_tag(self, tag: TagGrammar) -> GuidanceMatcher:
-        bounds = (MAX_ROW_ITEMS, SMALL_BYTES) if tag.is_ambiguous else (None, SMALL_TAG_BYTES)
+        is_hard = tag.is_ambiguous or any(has_expressions(schema) for _, schema in tag.schemas)
+        self._try_apart(tag.text, 0 if is_hard else SMALL_TAG_BYTES)
         try:
-            return self._compiled(tag.text, *bounds)
+            return self._compiled(tag.text, MAX_ROW_ITEMS if tag.is_ambiguous else None)
         except InvalidField:
             for path, schema in tag.schemas:
                 self._follow(schema, path)
@@ -177,6 +180,8 @@ class Compilation:
             raise
 
     def _of_schema(self, schema: dict[str, object]) -> GuidanceMatcher:
+        if has_expressions(schema):
+            self._try_apart(_schema_grammar(schema, self._options))
         return self._begun(self._follow(schema))
 
     def _follow(self, schema: dict[str, object], base: str = "") -> LLMatcher:
@@ -193,14 +198,15 @@ class Compilation:
             raise InvalidField(f"at {place} cannot be followed: {problem}", field=FIELD)
         return own
 
-    def _compiled(
-        self, grammar: str, max_row_items: int | None = None, small_bytes: float = inf
-    ) -> GuidanceMatcher:
-        """A grammar of more than `small_bytes` is tried first."""
-        is_small = len(grammar.encode()) <= small_bytes
-        problem = "" if is_small else problem_of_trial(grammar, self._check)
-        if not problem:
-            own, problem = self._try(grammar, max_row_items)
+    def _try_apart(self, grammar: str, small_bytes: int = 0) -> None:
+        """Compiles a grammar of more than `small_bytes` in a process. Raises InvalidField if it takes too long."""
+        if len(grammar.encode()) > small_bytes:
+            problem = problem_of_trial(grammar, self._check)
+            if problem:
+                raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
+
+    def _compiled(self, grammar: str, max_row_items: int | None = None) -> GuidanceMatcher:
+        own, problem = self._try(grammar, max_row_items)
         if problem:
             raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
         return self._begun(own)

@@ -1,8 +1,8 @@
 """Compiles a grammar in a process first, because a process can be killed and a thread in the library cannot.
 
-The library's limits bound the work for a schema or an expression to some tenths of a second. But the rules of a grammar
-may refer to each other, which can take minutes within these limits. The vocabulary of the process has bytes alone, for
-a quick start.
+The library's limits bound the work for most guides to some tenths of a second. But the rules of a grammar may refer to
+each other, and schemas and grammars may ask for what many expressions have in common, which can take minutes within
+these limits. The vocabulary of the process has bytes alone, for a quick start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "trtmesh.engine.backends.torch.guided.trial"
 SMALL_BYTES, SMALL_TAG_BYTES = 1024, 4096
-"""Sizes at which a grammar takes less time than a process: one whose rules refer to each other, and a tag without."""
+"""Sizes at which a grammar and a tag take less time than a process."""
 CPU_SECONDS = 1.0
 """Most CPU time of the process."""
 MOST_SECONDS = 30.0
