@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -97,6 +98,8 @@ class GuidanceMatcher:
         return _sentence(self.own.get_error()) if self.own.is_error() else ""
 
 
+MOST_PASSED = 8
+"""Grammars that need no second trial."""
 MAX_WHITESPACE = 8
 """Most blanks and line ends in a row between the parts of JSON, where an item does not say otherwise: models that may
 write any number sometimes write nothing else."""
@@ -107,12 +110,13 @@ class GuidanceCompiler:
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._passed = deque[str](maxlen=MOST_PASSED)
 
     def __call__(self, asked: GuidedDecoding, check: Check = lambda: None) -> GuidanceMatcher:
         """Implements Compile."""
         most = MAX_WHITESPACE if asked.max_whitespace is None else asked.max_whitespace
         try:
-            return Compilation(self._tokenizer, most, check).of(plain(asked))
+            return Compilation(self._tokenizer, most, check, self._passed).of(plain(asked))
         except (ValueError, ArithmeticError) as error:
             # Numbers of thousands of digits, NaN, halves of surrogate pairs.
             raise InvalidField(f"cannot be read: {_sentence(str(error))}", field=FIELD) from None
@@ -121,8 +125,12 @@ class GuidanceCompiler:
 class Compilation:
     """The work for a guide. Each part is bounded, because no part can be interrupted."""
 
-    def __init__(self, tokenizer: LLTokenizer, max_whitespace: int, check: Check) -> None:
+    def __init__(
+        self, tokenizer: LLTokenizer, max_whitespace: int, check: Check, passed: deque[str]
+    ) -> None:
         self._tokenizer = tokenizer
+        self._passed = passed
+        """The last grammars that a process has compiled: each further automaton of one is compiled here alone."""
         self._check = check
         most = max_whitespace
         self._options: dict[str, object] = {
@@ -200,10 +208,10 @@ class Compilation:
 
     def _try_apart(self, grammar: str, small_bytes: int = 0) -> None:
         """Compiles a grammar of more than `small_bytes` in a process. Raises InvalidField if it takes too long."""
-        if len(grammar.encode()) > small_bytes:
-            problem = problem_of_trial(grammar, self._check)
-            if problem:
+        if len(grammar.encode()) > small_bytes and grammar not in self._passed:
+            if problem := problem_of_trial(grammar, self._check):
                 raise InvalidField(f"cannot be followed: {problem}", field=FIELD)
+            self._passed.append(grammar)
 
     def _compiled(self, grammar: str, max_row_items: int | None = None) -> GuidanceMatcher:
         own, problem = self._try(grammar, max_row_items)
