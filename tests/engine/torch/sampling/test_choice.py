@@ -22,7 +22,7 @@ from transformers import (
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
 from trtmesh.engine.backends.torch.accelerator import ORDERING
 from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
-from trtmesh.engine.backends.torch.sampling.choice import Chooser, adjusted
+from trtmesh.engine.backends.torch.sampling.choice import Chooser, adjusted, most_likely
 
 NEW_TOKENS = 24
 SAMPLED = configure(max_tokens=NEW_TOKENS, ignore_end_id=True, temperature=1.5, top_p=0.95, seed=7)
@@ -240,3 +240,14 @@ def test_tokens_of_graphs_beside_other_rows(
     choice = GraphChoice(sequences, places, torch.tensor([7, 8, 9]), None, rest, others)
     assert choice.read() == {}
     assert choice.token_ids == expected
+
+
+def test_the_lowest_of_equally_likely_ids_come_first() -> None:
+    log_probs = torch.full((6144,), -9.0, dtype=torch.float64)
+    log_probs[[5, 900, 3000]], log_probs[7], log_probs[::2] = -1.0, -0.5, -torch.inf
+    log_probs[[900, 3000]] = -1.0
+    assert most_likely(log_probs, 0) == []
+    assert most_likely(log_probs, 3) == [(7, -0.5), (5, -1.0), (900, -1.0)]
+    assert most_likely(log_probs, 6)[3:] == [(3000, -1.0), (1, -9.0), (3, -9.0)]
+    log_probs[8:] = -torch.inf
+    assert most_likely(log_probs, 9) == [(7, -0.5), (5, -1.0), (1, -9.0), (3, -9.0)]
