@@ -336,7 +336,9 @@ async def measure(
                 }
     if "gaps" in parts:
         with stack(*paced) as mesh:
-            results["gaps"] = await burst.measure(mesh.address, 16, bursts, runs)
+            results["gaps"] = {
+                door: await burst.measure(mesh.address, 16, bursts, runs, door) for door in doors
+            }
     if "steps" in parts:
         steps = results["steps"] = Figures()
         with stack(*paced) as mesh:

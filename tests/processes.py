@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import IO
 
@@ -47,11 +48,13 @@ BACKENDS = {
 }
 """Modules that an engine imports once it knows its backend."""
 
-TRACING = (
+TRACING: tuple[str, ...] = (
     "trtmesh.chassis.tracing.otlp",
     "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 )
-"""Modules that a service imports where its environment names a collector."""
+"""Modules that a service imports where its environment names a collector; an environment for GPUs may lack them."""
+if find_spec("opentelemetry") is None:
+    TRACING = ()
 
 
 @dataclass

@@ -247,22 +247,25 @@ def test_a_grammar_has_automata_for_its_sequences(llama: Path) -> None:
     grammars = Grammars(compile_guide, automata=4)
     asked = GuidedDecoding(pb.GUIDE_TYPE_JSON)
 
-    def compiled(holders: int) -> tuple[Grammar, PartLease]:
+    def compiled(holders: int, asked: GuidedDecoding = asked) -> tuple[Grammar, PartLease]:
         made = Future[Any]()
         lease = grammars.compile("", asked, holders, made.set_result)
         return made.result(), lease
 
-    grammar, _ = compiled(1)
+    def end(lease: PartLease) -> None:
+        while lease.holders:
+            lease.give_back()
+
+    grammar, alone = compiled(1)
     assert not grammar.further
     same, lease = compiled(2)
     assert same is grammar
     first = len(grammar.further)
     assert 1 <= first < 3
-    for _ in range(2):
-        lease.give_back()
-    compiled(1)
+    end(lease)
+    _, again = compiled(1)
     assert len(grammar.further) == first
-    compiled(20)
+    _, many = compiled(20)
     assert len(grammar.further) == 3
     assert grammars.counts.compiled == 4
     guides = [Guide(grammar, 0) for _ in range(4)]
@@ -273,6 +276,16 @@ def test_a_grammar_has_automata_for_its_sequences(llama: Path) -> None:
             assert not guide.problem
         masks = {guide.mask((0,)).tobytes() for guide in guides}
         assert len(masks) == 1
+    for lease in (alone, again):
+        end(lease)
+    number = GuidedDecoding(pb.GUIDE_TYPE_REGEX, "[0-9]+")
+    compiled(1, number)
+    assert len(grammar.further) == 3
+    # Their automata may be large. The grammar is kept.
+    end(many)
+    compiled(1, number)
+    assert not grammar.further
+    assert compiled(1)[0] is grammar
     grammars.close()
 
 

@@ -96,6 +96,10 @@ class Grammar:
     """Of the items with this grammar."""
     _begun: int = 0
 
+    @property
+    def is_used(self) -> bool:
+        return any(each.holders for each in self.leases)
+
     def begin(self) -> Matcher:
         """A place before the first token, of each automaton in turn."""
         self._begun += 1
@@ -295,6 +299,9 @@ class Grammars:
             self._kept.move_to_end(name)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
+            for other in self._kept.values():
+                if other is not grammar and not other.is_used:
+                    other.further.clear()
             missing = grammar.automata(lease, self._automata) - 1 - len(grammar.further)
         for _ in range(missing):
             grammar.further.append(self._compiled(asked, lease))
