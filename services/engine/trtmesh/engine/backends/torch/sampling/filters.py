@@ -3,7 +3,8 @@
 * `top_k`: the highest logit that at least k tokens reach.
 * `top_p`, among the tokens within `top_k`: the highest logit reached by tokens with at least `top_p` of all weight. The
   weight of a token is exp((logit - highest logit) * (1 / temperature)) in float64, rounded down to a multiple of
-  2**-40. These are added up as integers, so neither the order nor the device changes a sum.
+  2**-40. These are added up as integers, so no order changes a sum; between kinds of hardware, whose exponentials may
+  differ in the last bit, a weight in some 10**4 may be one such multiple larger or smaller.
 * `min_p`: highest logit + temperature * ln(min_p).
 
 A bound is the highest of the three, and -inf for a filter that no token limits. Errors of the logits move a bound by a
