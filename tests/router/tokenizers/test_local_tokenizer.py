@@ -102,9 +102,7 @@ async def test_cancelled_texts_of_a_queue_are_not_encoded(
     """Those cancelled in the pass in which a text before them is answered."""
     monkeypatch.setattr(pool_module, "MAX_PER_TOKENIZER", 4)
     long = encoding(local, *[LONG] * 4)
-    await eventually(lambda: local.encodes == len(long))
     short = encoding(local, *[f"short {n}" for n in range(20)])
-    await eventually(lambda: pool_of(local).queued_encodes == len(short))
     answer = local._on_encoded
 
     def cancel(encoded: tpb.Encoded) -> None:
@@ -119,6 +117,9 @@ async def test_cancelled_texts_of_a_queue_are_not_encoded(
     lost, on_lost = list[object](), pool_of(local).on_lost
     monkeypatch.setattr(local, "_on_encoded", cancel)
     monkeypatch.setattr(pool_of(local), "on_lost", note)
+    # All are asked for in one pass, before the first can be answered.
+    await asyncio.sleep(0)
+    assert pool_of(local).queued_encodes == len(short)
     answers = await asyncio.gather(*long, *short, return_exceptions=True)
     assert all(isinstance(each, tpb.Encoded) for each in answers[: len(long)])
     assert not lost
