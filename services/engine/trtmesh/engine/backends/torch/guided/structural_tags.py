@@ -103,6 +103,8 @@ def tag_grammar(text: str, readers: Readers) -> TagGrammar:
         raise InvalidField(f"must be {SHAPE}", field=FIELD)
     if given.get("type", "structural_tag") != "structural_tag" or not given["structures"]:
         raise InvalidField(f"must be {SHAPE}, with a structure", field=FIELD)
+    # Before the work for a thousand structures, which competes with the steps.
+    _texts(given["triggers"], "/triggers")
     tags = []
     for index, each in enumerate(given["structures"]):
         path = f"/structures/{index}"
