@@ -62,7 +62,9 @@ def read_schema(text: str, base: str = "") -> Schema:
                 problem = f"asks for {others} properties beside those required, of at most 1"
                 refuse(f"{path}/minProperties", problem)
         for key in ("const", "enum"):
-            if found := UNWRITABLE.search(json.dumps(part.get(key), ensure_ascii=False)):
+            if key in part and (
+                found := UNWRITABLE.search(json.dumps(part[key], ensure_ascii=False))
+            ):
                 code = ord(json.loads(f'"{found[1]}"'))
                 refuse(f"{path}/{key}", f"has the character U+{code:04X}, which no answer can have")
         number = part.get("multipleOf")
@@ -80,7 +82,16 @@ def read_schema(text: str, base: str = "") -> Schema:
 def has_expressions(schema: Schema) -> bool:
     """Whether the library must find what several expressions have in common: within its limits, ten take microseconds,
     and thirty take minutes."""
-    return any(part.keys() & EXPRESSIONS for _, part in parts_of(schema))
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if not EXPRESSIONS.isdisjoint(part):
+                return True
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return False
 
 
 def refuse(path: str, problem: str) -> NoReturn:
