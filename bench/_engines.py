@@ -25,6 +25,7 @@ import transformers.generation
 from transformers import AutoModelForCausalLM, StoppingCriteria
 from trtmesh.chassis import vocabulary
 from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.service import tune_garbage_collector
 from trtmesh.engine.adapters.arrays import write_arrays
 from trtmesh.engine.adapters.lora import Lora, Module, Update
 from trtmesh.engine.backend import AdapterLoad, StepOutput, Submission
@@ -146,6 +147,8 @@ class Trtmesh:
         self.backend = TorchBackend(folder, TorchSettings.model_validate(given))
         self._runner = asyncio.Runner()
         self._runner.run(self.backend.start(self._deliver, self._fail))
+        # As a service does: a collection of PyTorch's own objects takes as long as a hundred steps.
+        tune_garbage_collector()
         self._shape = json.loads((folder / "config.json").read_text())
         self._versions: dict[int, str] = {}
         self._awaited: dict[int, str] = {}

@@ -253,7 +253,7 @@ class _Process:
         await until_first_ends(
             service.start(), self._stop_asked.wait(), asyncio.shield(runtime.failure)
         )
-        _tune_garbage_collector()
+        tune_garbage_collector()
         if not self._stop_asked.is_set() and not runtime.failure.done():
             await runtime.health.well("start")
 
@@ -297,7 +297,7 @@ def _fail_with(runtime: Runtime, task: asyncio.Task[Any]) -> None:
         runtime.fail(error)
 
 
-def _tune_garbage_collector() -> None:
+def tune_garbage_collector() -> None:
     """Freezes the objects of the start and bounds the pauses of collections.
 
     Streams create many short-lived objects and hardly any cycle, so collections find nothing, and their pauses grow
