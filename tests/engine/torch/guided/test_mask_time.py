@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from engine.torch.harness import configure, running
 from oracle import tiny_models
 from tokenizers import Tokenizer
 from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.torch import loading
 from trtmesh.engine.backends.torch.guided.grammars import (
     FIRST_SECONDS,
@@ -425,12 +427,25 @@ async def test_a_row_whose_mask_takes_long_holds_up_no_other(
             return Held(matcher, event) if asked.guide == texts[0] else matcher
 
         found._compile_guide = compile_guide
-        keys = [engine.submit(PROMPT, config)[0] for config in configs]
-        streams = await engine.ended(keys[1:])
+        begun = set[int]()
+
+        def have_begun(output: StepOutput) -> bool:
+            begun.update(output.keys)
+            return len(begun) == len(configs) - 1
+
+        # It joins the others in mid-stream: alone in a step, it would be awaited.
+        with engine.held_at(have_begun):
+            others = [engine.submit(PROMPT, config)[0] for config in configs[1:]]
+            await engine.until(lambda: len(begun) == len(others))
+            first = engine.submit(PROMPT, configs[0])
+            # The item, and its grammar.
+            while len(engine.backend._inbox) < 2:  # noqa: ASYNC110 - a list sets no event
+                await asyncio.sleep(0.01)
+        streams = await engine.ended(others)
         assert [stream.token_ids for stream in streams] == expected[1:]
-        assert not engine.streams[keys[0]].token_ids
+        assert not engine.streams[first[0]].token_ids
         event.set()
-        (stream,) = await engine.ended(keys[:1])
+        (stream,) = await engine.ended(first)
         assert stream.token_ids == expected[0]
         stats = engine.backend.stats()
         assert stats.late_masks > 0
