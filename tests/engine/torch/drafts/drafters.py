@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -30,6 +30,16 @@ class FixedLengths:
 
     def measured(self, step: StepTime) -> None:
         """Nothing is learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring(FixedLengths):
+    """Keeps what a rule would learn from."""
+
+    steps: list[StepTime] = field(default_factory=list)
+
+    def measured(self, step: StepTime) -> None:
+        self.steps.append(step)
 
 
 class Knowing:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.torch.drafts.drafters import FixedLengths, Knowing, draft
+from engine.torch.drafts.drafters import FixedLengths, Knowing, Measuring, draft
 from engine.torch.guided.guides import guided
-from engine.torch.guided.lateness import Held
+from engine.torch.guided.lateness import Held, SomeLate
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from tokenizers import Tokenizer
-from trtmesh.chassis.vocabulary import GuidedDecoding
+from trtmesh.chassis.vocabulary import Draft, GuidedDecoding
 from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.torch import loading
 from trtmesh.engine.backends.torch.guided.grammars import (
@@ -387,12 +387,66 @@ async def test_steps_that_rows_sit_out_are_counted(
         keys = engine.submit(PROMPT, replace(config, sampling=several))
         await engine.ended(keys)
         after = engine.backend.stats()
-        assert bool(drafts) == (after.draft_tokens > before.draft_tokens)
+        # Of several rows, those with drafts sit out.
+        assert (drafts > 0 and rows == 1) == (after.draft_tokens > before.draft_tokens)
         outputs = [set(out.keys) for out in engine.outputs[first:] if out.keys]
         places = {key: [i for i, out in enumerate(outputs) if key in out] for key in keys}
         assert (rows > 1) == any(own[0] > 0 for own in places.values())
         sat_out = sum(own[-1] + 1 - len(own) for own in places.values())
         assert after.late_masks - before.late_masks == sat_out
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_drafts_without_a_mask_are_neither_counted_nor_held_against_others(
+    seed: int, llama: Path
+) -> None:
+    """Each accepted draft is a token more of its step, as the router counts on."""
+    config = guided("REGEX", "[a-z]{9,99}", max_tokens=30, perf_metrics=True)
+    async with running(llama, drafts="ngram") as engine:
+        (tokens,) = await engine.run([PROMPT], config)
+        lengths = Measuring(4)
+        draft(engine, Knowing({(0, 0): tokens}), lengths)
+        loaded = engine.backend._loaded.engine
+        loaded._masks = masks = SomeLate(loaded._masks, seed, all_may_be=True)
+        before, first = engine.backend.stats(), len(engine.outputs)
+        (stream,) = await engine.ended(engine.submit(PROMPT, config))
+        after = engine.backend.stats()
+    assert stream.token_ids == tokens
+    assert masks.sat_out > 5
+    steps = sum(bool(out.keys) for out in engine.outputs[first:])
+    drafts, accepted = (
+        getattr(after, name) - getattr(before, name) for name in ("drafts", "accepted_draft_tokens")
+    )
+    assert 0 < drafts < steps
+    assert accepted == len(tokens) - steps
+    assert stream.end
+    assert stream.end.perf_metrics
+    assert stream.end.perf_metrics.total_accepted_draft_tokens == accepted
+    drafted = after.draft_tokens - before.draft_tokens
+    assert stream.end.perf_metrics.total_draft_tokens == drafted
+    assert sum(step.drafts for step in lengths.steps if step.is_typical) == drafted
+
+
+async def test_rows_that_sat_out_get_drafts_with_their_masks_again(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = guided("REGEX", "[a-z]{9,99}", max_tokens=12)
+    asked = list[int]()
+
+    class Asked(Knowing):
+        def propose(self, wishes: Sequence[Any]) -> list[list[int]]:
+            asked.extend(sequence.guide.sat_out for sequence, _ in wishes)
+            return super().propose(wishes)
+
+    async with running(llama, drafts="ngram") as engine:
+        (tokens,) = await engine.run([PROMPT], config)
+        draft(engine, Asked({(0, index): tokens for index in range(4)}), FixedLengths(4))
+        monkeypatch.setattr(mask_time, "STEP_SECONDS", 1e-9)
+        several = replace(config.sampling, num_return_sequences=4)
+        await engine.ended(engine.submit(PROMPT, replace(config, sampling=several)))
+        assert engine.backend.stats().late_masks
+    assert asked
+    assert not any(asked)
 
 
 async def test_only_late_rows_are_not_paused(
@@ -417,6 +471,8 @@ async def test_a_row_whose_mask_takes_long_holds_up_no_other(
     configs.append(configure(max_tokens=30, ignore_end_id=True))
     async with running(llama) as engine:
         expected = [(await engine.run([PROMPT], config))[0] for config in configs]
+    # None are computed in vain.
+    configs[0] = replace(configs[0], draft=Draft(tuple(expected[0])))
     monkeypatch.setattr(loading, "_mask_threads", lambda _: 2)
     async with running(llama) as engine:
         found: Any = engine.backend._loaded.grammars
@@ -444,10 +500,13 @@ async def test_a_row_whose_mask_takes_long_holds_up_no_other(
         streams = await engine.ended(others)
         assert [stream.token_ids for stream in streams] == expected[1:]
         assert not engine.streams[first[0]].token_ids
+        before = engine.backend.stats()
+        assert before.late_masks > 1
         event.set()
         (stream,) = await engine.ended(first)
         assert stream.token_ids == expected[0]
         stats = engine.backend.stats()
-        assert stats.late_masks > 0
+        assert stats.accepted_draft_tokens
+        assert not before.draft_tokens
         assert stats.guide_mask_seconds > 0
     assert not any("masks-" in thread.name for thread in threading.enumerate())

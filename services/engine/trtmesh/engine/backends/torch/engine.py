@@ -297,7 +297,7 @@ class Engine:
         for forward in step.forwards:
             self._read(forward, output)
         if step.speculation and self.drafting:
-            self.drafting.computed(step.speculation)
+            self.drafting.computed(step.speculation, step.sat_out)
         for sequences, choice in step.choices:
             self._advance(sequences, choice, output)
         if step.speculation and self.drafting:
@@ -348,11 +348,11 @@ class Engine:
         failures: list[Failure] = []
         holding, position = chunks, 0
         while holding := [chunk for chunk in holding if self._holds(chunk, position)]:
-            for chunk in holding:
-                drafting.accepted(chunk, position)
             # Without a mask, drafts are verified no further.
             late = self._late_among(holding)
             holding = [chunk for chunk in holding if chunk.sequence.key not in late]
+            for chunk in holding:
+                drafting.accepted(chunk, position)
 
             def choose(part: SequenceOf[Chunk], position: int = position) -> TokenChoice:
                 own = [drafted[chunk.sequence.key] for chunk in part]

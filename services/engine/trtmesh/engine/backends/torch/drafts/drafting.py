@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from math import ceil
@@ -12,6 +13,7 @@ from math import ceil
 from trtmesh.chassis.panics import is_failure
 from trtmesh.engine.backends.torch.drafts.drafter import Drafter, Wish
 from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths, StepTime
+from trtmesh.engine.backends.torch.sampling.mask_time import may_be_late
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling.scheduler import Scheduler
 
@@ -132,8 +134,9 @@ class DraftCounts:
 class Drafting:
     """Follows the sequences of an engine open to drafts: all but beams.
 
-    A sequence has no drafts while logits of earlier tokens are read, in the last step before a handoff and, except for
-    drafts of a client, before the first token. Drafts of a client are verified at any length.
+    A sequence has no drafts while logits of earlier tokens are read, in the last step before a handoff, while masks of
+    its guide are late and, except for drafts of a client, before the first token. Drafts of a client are verified at
+    any length.
     """
 
     def __init__(
@@ -211,7 +214,7 @@ class Drafting:
     def waits(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the next step waits for the tokens of the sequences, and so may have drafts, instead of a launch
         ahead."""
-        known = [each for each in sequences if each.key in self._followed]
+        known = [each for each in sequences if each.key in self._followed and not may_be_late(each)]
         followed = [self._followed[each.key] for each in known]
         if any(each.given_right < len(each.given) for each in followed):
             return True
@@ -257,15 +260,19 @@ class Drafting:
             return None
         return Speculation([], len(chunks), self._now(), is_ahead=True)
 
-    def computed(self, step: Speculation) -> None:
-        """Counts the drafts of a step, before the tokens may end sequences."""
+    def computed(self, step: Speculation, sat_out: Container[int]) -> None:
+        """Counts the drafts of a step, before the tokens may end sequences. Those of sequences that `sat_out` are not
+        verified, and had a part in the time of the step."""
         for chunk in step.chunks:
+            if chunk.sequence.key in sat_out:
+                step.is_typical = False
+                continue
             self.counts.drafts += bool(chunk.drafts)
             self.counts.draft_tokens += len(chunk.drafts)
             chunk.sequence.times.draft_tokens += len(chunk.drafts)
 
     def accepted(self, chunk: Chunk, position: int) -> None:
-        """Counts an accepted draft, before the next token may end the sequence."""
+        """Counts an accepted draft, which has the step choose another token, before that may end the sequence."""
         self.counts.accepted_tokens += 1
         self._held += 1
         if position < MOST_DRAFTS:
@@ -311,7 +318,8 @@ class Drafting:
             sequence = chunk.sequence
             followed = self._followed[sequence.key]
             # The step emits one token more than accepted drafts.
-            most = sequence.rule.limit - len(sequence.tokens) - 1
+            rest = sequence.rule.limit - len(sequence.tokens) - 1
+            most = 0 if may_be_late(sequence) else rest
             drafts.append(
                 followed.given_rest(sequence)[:most] if followed.given and most > 0 else ()
             )

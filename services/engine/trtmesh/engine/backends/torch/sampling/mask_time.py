@@ -33,6 +33,14 @@ MOST_OF_STEP, GAP_OF_STEP, LEAST_GAP = 1 / 2, 1 / 10, 1e-4
 LEAST_GAP: most masks come at once, and the choice must be launched before the device has the logits."""
 
 
+def may_be_late(sequence: Continuation) -> bool:
+    """Whether the next mask is late or expected to be, so that drafts would wait for theirs in vain."""
+    guide = sequence.guide
+    return guide is not None and (
+        guide.is_busy or guide.sat_out > 0 or guide.last_seconds > LONG_SECONDS
+    )
+
+
 class Masks(Protocol):
     """Makes the masks of guided sequences."""
 
