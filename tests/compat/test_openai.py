@@ -530,8 +530,11 @@ async def test_request_has_the_name_that_its_client_gives(http: PlainHttp) -> No
     reply = await http.call("POST", COMPLETIONS, BODY, headers=headers)
     assert (reply.headers["x-request-id"], reply.json["id"]) == ("mine", "cmpl-mine")
     # A proxy's retry comes while the first call still runs.
-    calls = [http.call("POST", COMPLETIONS, BODY, headers=headers) for _ in range(8)]
-    assert [reply.status for reply in await asyncio.gather(*calls)] == [200] * 8
+    small = json.dumps(BODY | {"max_tokens": 200}).encode()
+    for body in (small, small + b" " * 2**18):
+        # Large ones are all read before the first of them runs.
+        calls = [http.call("POST", COMPLETIONS, body, headers=headers) for _ in range(8)]
+        assert [reply.status for reply in await asyncio.gather(*calls)] == [200] * 8
 
 
 async def test_client_that_leaves_ends_its_request(mesh: Mesh, http: PlainHttp) -> None:

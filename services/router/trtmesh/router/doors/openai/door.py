@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
@@ -145,10 +147,13 @@ class OpenAi:
         rebind_request_id(request_id)
         read = partial(self._read, endpoint, request)
         async with self._bodies.admitted(request, read) as (begun, wanted):
-            owner = request[IDENTITY]
+            owner, asked = request[IDENTITY], wanted.request
             origin = origin_of(request.remote or "")
+            if self._requests.find(owner, asked.request_id) is not None:
+                # Proxies name a retry like the call that is not over.
+                asked = replace(asked, request_id=secrets.token_hex(8))
             with begun as call:
-                opening = self._requests.open(wanted.request, None, owner, origin)
+                opening = self._requests.open(asked, None, owner, origin)
                 frame = Frame(f"{endpoint.id_prefix}{request_id}", wanted.model)
                 if wanted.streamed:
                     writer = endpoint.writer(wanted, frame)
@@ -184,9 +189,6 @@ class OpenAi:
     ) -> tuple[GenerationCall, Wanted]:
         """The request of a body, and its call, which begins here. Raises TrtmeshError."""
         owner, request_id = request[IDENTITY], id_of(request)
-        if self._requests.find(owner, request_id) is not None:
-            # Proxies name a retry like the call that is not over.
-            request_id = ""
         parse = partial(parse_json, body, self._bodies.limits.most_json_bytes)
         trace = CallTrace.begin(self._requests.tracer, DOOR, request.headers.items())
         call = GenerationCall(DOOR, self._requests.metrics_of(""), endpoint.operation, trace=trace)
