@@ -15,7 +15,9 @@ from engine.torch.harness import configure, running
 from engine.torch.test_batch_invariant import CPU, GPU, alone, in_traffic, prompts
 from oracle import tiny_models
 from oracle.adapters import ON, Adapted
+from trtmesh.chassis.vocabulary import Draft
 from trtmesh.engine.backends.torch import loading
+from trtmesh.engine.backends.torch.drafts.drafting import MOST_GIVEN
 
 
 @pytest.fixture
@@ -111,3 +113,15 @@ async def test_sequences_of_a_guided_item_killed_at_every_token_continue_with_dr
                 assert tokens[:cut] + stream.token_ids == tokens, (index, cut)
         counts = drafting_of(engine).counts
         assert 0 < counts.accepted_tokens < counts.draft_tokens
+
+
+async def test_drafts_of_a_client_are_counted_at_every_position(llama: Path) -> None:
+    config = configure(max_tokens=80, ignore_end_id=True)
+    async with running(llama) as engine:
+        (tokens,) = await engine.run([[5, 6, 7]], config)
+        await engine.run([[5, 6, 7]], replace(config, draft=Draft(tuple(tokens))))
+        stats = engine.backend.stats()
+    # Of the second step all but the last token.
+    second = len(tokens) - (MOST_GIVEN + 1) - 1
+    assert stats.accepted_by_position == (2,) * second + (1,) * (MOST_GIVEN - second)
+    assert sum(stats.accepted_by_position) == stats.accepted_draft_tokens

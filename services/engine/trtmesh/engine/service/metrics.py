@@ -140,7 +140,10 @@ def _of_stats(kind: Kind, name: str, text: str, field: str = "") -> Row[EngineMe
     return Row(kind, name, text, lambda metrics: read(metrics.stats) if metrics.stats else 0)
 
 
-POSITION = Label("position", "positions of a run of draft tokens, from 0 on")
+POSITION = Label(
+    "position",
+    "positions of a run of draft tokens: 0 to 7, and to at most 63 where a client's drafts held",
+)
 GUIDE = Label("reason", "`not_compiled`, `not_followed`, `queue_full`")
 FINISH = Label("reason", "finish reasons of generation.proto, in small letters")
 ERROR = Label("reason", "reason words of the table of errors")

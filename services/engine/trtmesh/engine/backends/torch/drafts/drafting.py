@@ -127,6 +127,7 @@ class DraftCounts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    """Of MOST_DRAFTS positions, and up to MOST_GIVEN once a client's drafts have held so far."""
     failures: int = 0
     """Errors of the drafter."""
 
@@ -275,8 +276,10 @@ class Drafting:
         """Counts an accepted draft, which has the step choose another token, before that may end the sequence."""
         self.counts.accepted_tokens += 1
         self._held += 1
-        if position < MOST_DRAFTS:
-            self.counts.accepted_by_position[position] += 1
+        counts = self.counts.accepted_by_position
+        if position == len(counts):
+            counts.append(0)
+        counts[position] += 1
         chunk.sequence.times.accepted_draft_tokens += 1
 
     def finished(self, step: Speculation) -> None:
