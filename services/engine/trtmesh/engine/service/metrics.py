@@ -142,7 +142,7 @@ def _of_stats(kind: Kind, name: str, text: str, field: str = "") -> Row[EngineMe
 
 POSITION = Label(
     "position",
-    "positions of a run of draft tokens: 0 to 7, and to at most 63 where a client's drafts held",
+    "positions of a run of draft tokens: 0 to 7, to at most 63 where a client's held",
 )
 GUIDE = Label("reason", "`not_compiled`, `not_followed`, `queue_full`")
 FINISH = Label("reason", "finish reasons of generation.proto, in small letters")
