@@ -107,7 +107,7 @@ def test_adopted_sequence_starts_before_queued_ones() -> None:
     adopted = engine.receiving(range(70, 81), 2, lease)
     for sequence in engine.step():
         engine.advance(sequence)
-    assert not engine.scheduler.lives(first)
+    assert not first.lives
     assert engine.step() == [adopted]
     assert adopted.num_computed == len(adopted.tokens) == 11
     assert queued.num_computed == 0
@@ -252,7 +252,7 @@ class Traffic:
             else:
                 self.engine.advance(sequence)
                 # A handoff ends with the first token.
-                if sequence.outgoing and self.engine.scheduler.lives(sequence):
+                if sequence.outgoing and sequence.lives:
                     self.engine.scheduler.remove(sequence)
 
     def finish(self) -> None:

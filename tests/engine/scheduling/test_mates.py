@@ -197,7 +197,7 @@ class Crowd:
             steps += 1
             assert steps < most_steps
             for item in self.items:
-                living = [each for each in item if engine.scheduler.lives(each)]
+                living = [each for each in item if each.lives]
                 if not living:
                     continue
                 if dice.random() < 0.01:
@@ -243,4 +243,4 @@ def test_reused_key_of_an_ended_leader_blocks_no_follower() -> None:
     for _ in range(12):
         for each in engine.step():
             engine.advance(each)
-    assert not engine.scheduler.lives(follower)
+    assert not follower.lives

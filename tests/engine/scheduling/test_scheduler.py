@@ -51,7 +51,7 @@ def test_no_rule_changes_what_a_sequence_reads(
             for sequence in engine.step():
                 engine.advance(sequence)
         sequence, _ = draw.choice(added)
-        if draw.random() < 0.3 and engine.scheduler.lives(sequence):
+        if draw.random() < 0.3 and sequence.lives:
             engine.scheduler.remove(sequence)
             added = [pair for pair in added if pair[0] is not sequence]
     engine.run()
@@ -184,7 +184,7 @@ def test_a_long_prompt_starts_at_once_under_a_stream_of_short_requests() -> None
         long = engine.sequence(range(50), 4)
         engine.add(long)
         waited = 0
-        while engine.scheduler.lives(long):
+        while long.lives:
             engine.add(engine.sequence([1, engine.steps % 97], 3), engine.sequence([2], 3))
             for sequence in engine.step():
                 engine.advance(sequence)
@@ -214,7 +214,7 @@ def test_short_prompts_overtake_a_long_one_for_a_bounded_time(batch: int) -> Non
     engine = PaperEngine(blocks=64, batch=batch, step_tokens=8, chunk_tokens=8)
     long = engine.sequence(range(80), 1, is_prefill=True)
     engine.add(long, engine.sequence(range(8), 1, is_prefill=True))
-    while engine.scheduler.lives(long):
+    while long.lives:
         engine.add(engine.sequence([engine.steps % 97] * 8, 1, is_prefill=True))
         for sequence in engine.step():
             engine.advance(sequence)
@@ -261,7 +261,7 @@ def test_a_stream_of_higher_priority_delays_by_a_bound(
     low = engine.sequence([1], 2, configure(priority=low_priority))
     engine.add(low)
     waited = 0
-    while engine.scheduler.lives(low):
+    while low.lives:
         engine.add(engine.sequence([2], 1, configure(priority=high_priority)))
         for sequence in engine.step():
             engine.advance(sequence)

@@ -128,7 +128,8 @@ class GpuChooser:
                 tokens[row] = raced(
                     logits[row].float(), int(places[row]), float(temperatures[row]), EVERYTHING
                 )
-        rest = sorted({*self._rules.by_host(own), *self._rules.guided(own)})
+        by_host, guided = self._rules.apart(own)
+        rest = sorted({*by_host, *guided})
         part = [sequences[row] for row in rest]
         choice = self._chooser.choose(part, logits[rest]) if rest else None
         numbers = log_probs if flags & Flag.LOG_PROBS else None

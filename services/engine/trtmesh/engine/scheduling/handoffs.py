@@ -165,7 +165,7 @@ class BlockHandoffs(Generic[S]):
         self.news.append(Offered(outgoing.lease_id, sequence.key, tuple(blocks), tokens))
 
     def _living(self, sequences: Iterable[S]) -> list[S]:
-        return [each for each in sequences if self._scheduler.lives(each)]
+        return [each for each in sequences if each.lives]
 
 
 def _sent_blocks(sequence: ScheduledSequence, first: int, last: int) -> list[int]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from typing import Any, Generic
@@ -64,11 +64,11 @@ class Scheduler(Generic[S]):
         self.rules = rules
         self._prefixes = Prefixes(pool, rules)
         self._by_key: dict[int, S] = {}
-        self._waiting = WaitingQueue[S](self.lives)
+        self._waiting = WaitingQueue[S]()
         # The first in the queue, while free blocks are too few.
         self._blocked: S | None = None
         # With the blocks of leases.
-        self._adopted = WaitingQueue[S](self.lives)
+        self._adopted = WaitingQueue[S]()
         # Counted as waiting, but not in the queue.
         self._unready: dict[int, S] = {}
         self._arrivals = 0
@@ -93,16 +93,12 @@ class Scheduler(Generic[S]):
     @property
     def lacks_blocks(self) -> bool:
         """Whether the first in the queue waits for blocks."""
-        return self._blocked is not None and self.lives(self._blocked)
+        return self._blocked is not None and self._blocked.lives
 
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to compute."""
         return len(self._by_key) > len(self._unready) + len(self.adapters.parked)
-
-    def lives(self, sequence: S) -> bool:
-        """Whether the sequence was added and not removed."""
-        return self._by_key.get(sequence.key) is sequence
 
     def add(self, sequence: S, step_count: int) -> None:
         """Takes a new sequence in at step `step_count`."""
@@ -211,6 +207,7 @@ class Scheduler(Generic[S]):
     def remove(self, sequence: S, *, content_is_good: bool = True) -> None:
         """Removes a sequence and frees the blocks; bad content is not kept for reuse."""
         del self._by_key[sequence.key]
+        sequence.lives = False
         self._wake_followers(sequence)
         # A chain of leaders would keep dead sequences in memory.
         sequence.leader = None
@@ -254,8 +251,8 @@ class Scheduler(Generic[S]):
         """The chunks for the tokens after the last launch, without sequences about to reach their limit, and then for
         the last token of the sequences to compute `again`. Returns no chunks where other sequences could join the step,
         or blocks are lacking."""
-        living = [each for each in sequences if self.lives(each)]
-        again = [each for each in again if self.lives(each)]
+        living = [each for each in sequences if each.lives]
+        again = [each for each in again if each.lives]
         may_start = self.waiting_sequences and self.tables.free_slots and not self.lacks_blocks
         if len(living) + len(again) < len(self.running) or may_start:
             return []
@@ -314,8 +311,8 @@ class Scheduler(Generic[S]):
         last token: later steps run after this step."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.known_end - but_last
-        prompt = min(sequence.num_computed, sequence.submitted_tokens) - chunk.start
-        if prompt > 0:
+        if chunk.start < sequence.submitted_tokens:
+            prompt = min(sequence.num_computed, sequence.submitted_tokens) - chunk.start
             self.pending_prompt_tokens -= prompt
             self.computed_prompt_tokens += prompt
         self._publish(sequence)
@@ -331,6 +328,7 @@ class Scheduler(Generic[S]):
         self._arrivals += 1
         sequence.rank = (rank, -sequence.config.priority, self._arrivals)
         self._by_key[sequence.key] = sequence
+        sequence.lives = True
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
 
     def _wait(self, sequence: S) -> None:
@@ -547,7 +545,7 @@ class Scheduler(Generic[S]):
     def _awaited(self, sequence: S) -> S | None:
         """The leader of a sequence, while the leader has yet to compute the shared prompt."""
         leader = sequence.leader
-        if leader is None or not self.lives(leader):
+        if leader is None or not leader.lives:
             return None
         shared = min(leader.prompt_tokens, sequence.most_reusable)
         return leader if leader.num_computed < shared else None
@@ -555,8 +553,8 @@ class Scheduler(Generic[S]):
     def _wake_followers(self, leader: S) -> None:
         """Queues the followers of a leader with a computed prompt. After the end of the leader, the first follower
         leads the others."""
-        followers = [each for each in self._followers.pop(leader.key, []) if self.lives(each)]
-        if not self.lives(leader):
+        followers = [each for each in self._followers.pop(leader.key, []) if each.lives]
+        if not leader.lives:
             for each in followers:
                 each.leader = followers[0] if each is not followers[0] else None
         for each in followers:
@@ -571,8 +569,7 @@ def _missing(sequence: S) -> Iterator[S]:
 class WaitingQueue(Generic[S]):
     """The lowest rank first. Removed sequences stay until they surface or until `tidy` finds too many."""
 
-    def __init__(self, lives: Callable[[S], bool]) -> None:
-        self._lives = lives
+    def __init__(self) -> None:
         self._heap: list[tuple[Rank, S]] = []
 
     def push(self, sequence: S) -> None:
@@ -580,7 +577,7 @@ class WaitingQueue(Generic[S]):
 
     def first(self) -> S | None:
         """None where no sequence waits."""
-        while self._heap and not self._lives(self._heap[0][1]):
+        while self._heap and not self._heap[0][1].lives:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
@@ -591,5 +588,5 @@ class WaitingQueue(Generic[S]):
         """Drops removed sequences where these outnumber the `waiting`: behind a stuck first sequence, none would
         surface."""
         if len(self._heap) > 3 * waiting + REMOVED_ENTRIES:
-            self._heap = [entry for entry in self._heap if self._lives(entry[1])]
+            self._heap = [entry for entry in self._heap if entry[1].lives]
             heapq.heapify(self._heap)

@@ -58,6 +58,8 @@ class ScheduledSequence:
     slot: int = -1
     """Row of the block table; -1 outside the batch."""
     rank: Rank = (0, 0, 0)
+    lives: bool = False
+    """Whether the scheduler has taken the sequence in and not removed it."""
     paused: bool = False
     """Whether the sequence has started and lost all blocks."""
     in_flight: bool = False

@@ -108,7 +108,7 @@ class SimulatedBackend:
         for sequence in sequences:
             sequence.fails = self._items == self._settings.faults.fail_item
         engine.add(sequences)
-        if state and engine.scheduler.lives(sequences[0]):
+        if state and sequences[0].lives:
             seconds = self._settings.handoff.transfer_ms / 1000
             self._side_channel.fetch(state, seconds, partial(self._pulled, item.keys[0]))
         self._go_on()

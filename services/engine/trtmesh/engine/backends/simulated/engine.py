@@ -290,7 +290,7 @@ class SimulatedEngine:
                 self.batch.follow(sequence, self.step_count + 1)
         leaving, self._leaving = self._leaving, []
         for sequence in leaving:
-            if self.scheduler.lives(sequence):
+            if sequence.lives:
                 self._end(sequence, pb.FINISH_REASON_HANDOFF)
         return self._output()
 
@@ -315,7 +315,7 @@ class SimulatedEngine:
         """Gives pulled KV blocks, once there is room."""
         waiting, self._pulled = self._pulled, []
         for sequence in waiting:
-            if not self.scheduler.lives(sequence):
+            if not sequence.lives:
                 continue
             leased = self.scheduler.reserve(len(sequence.tokens) - 1, ())
             if leased is None:
@@ -337,7 +337,7 @@ class SimulatedEngine:
     def _see_first_tokens(self) -> None:
         joined, self._joined = self._joined, []
         for sequence in joined:
-            if not self.scheduler.lives(sequence):
+            if not sequence.lives:
                 continue
             sequence.times.first_token_ns = time.time_ns()
             if sequence.fails:

@@ -158,7 +158,7 @@ class Engine:
         """Gives the sequences of an item a part that they await, to start with the last, or ends all with an error."""
         for sequence in sequences:
             # Sequences of one decoding fail together.
-            if not self.scheduler.lives(sequence):
+            if not sequence.lives:
                 continue
             if isinstance(part, TrtmeshError):
                 self._fail(sequence, part)
@@ -174,7 +174,7 @@ class Engine:
     def lost_adapter(self, adapter: LoadedAdapter, error: TrtmeshError) -> None:
         """Ends the sequences waiting for an adapter after a failed copy to the device."""
         for sequence in self.scheduler.adapters.waiting_for(adapter):
-            if self.scheduler.lives(sequence):
+            if sequence.lives:
                 self._fail(sequence, error)
         self.scheduler.adapters.drop(adapter)
 
@@ -195,7 +195,7 @@ class Engine:
 
     def fail_all(self, error: TrtmeshError) -> None:
         for sequence in self.scheduler.sequences:
-            if self.scheduler.lives(sequence):
+            if sequence.lives:
                 self._fail(sequence, error)
 
     def reserve(self, lease_id: str, tokens: int, block_hashes: SequenceOf[int]) -> None:
@@ -214,7 +214,7 @@ class Engine:
     def _lose_kv(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             # Sequences of one decoding fail together.
-            if self.scheduler.lives(sequence):
+            if sequence.lives:
                 self._fail(sequence, HandoffFailed("the KV of the sequence will not come"))
 
     def hand_over(self, key: int, lease_id: str) -> None:
@@ -322,7 +322,7 @@ class Engine:
         return [
             chunk.sequence
             for chunk in chunks
-            if chunk.sequence.token_rules.guided and self.scheduler.lives(chunk.sequence)
+            if chunk.sequence.token_rules.guided and chunk.sequence.lives
         ]
 
     def _choose_open(self, step: Launched) -> None:
@@ -333,7 +333,7 @@ class Engine:
     def _count(self, chunks: Iterable[Chunk], step: Launched) -> None:
         """Counts the KV of a step's chunks."""
         for chunk in chunks:
-            if self.scheduler.lives(chunk.sequence):
+            if chunk.sequence.lives:
                 sits_out = chunk.sequence.key in step.sat_out
                 self.scheduler.computed(chunk, but_last=sits_out)
 
@@ -365,7 +365,7 @@ class Engine:
         if more.keys:
             output.extend(more)
         for chunk in chunks:
-            if self.scheduler.lives(chunk.sequence):
+            if chunk.sequence.lives:
                 self.scheduler.verified(chunk)
         for sequence, error in failures:
             self._blame(sequence, error)
@@ -374,7 +374,7 @@ class Engine:
         """Whether the sequence goes on after the draft at `position`, now the last token."""
         return (
             position < len(chunk.drafts)
-            and self.scheduler.lives(chunk.sequence)
+            and chunk.sequence.lives
             and len(chunk.sequence.tokens) == chunk.known_end + position + 1
             and chunk.sequence.tokens[-1] == chunk.drafts[position]
         )
@@ -417,7 +417,7 @@ class Engine:
 
     def _choose(self, forward: Forward, step: Launched) -> None:
         # A token of the step before may have ended a sequence.
-        chunks = [chunk for chunk in forward.completing if self.scheduler.lives(chunk.sequence)]
+        chunks = [chunk for chunk in forward.completing if chunk.sequence.lives]
         if late := self._late_among(chunks):
             step.sat_out |= late
             self._masks.counts.late_masks += len(late)
@@ -487,7 +487,7 @@ class Engine:
         for chunk, logits in forward.given:
             sequence, reader = chunk.sequence, chunk.sequence.reader
             sequence.in_flight = chunk.completes
-            if reader is None or not self.scheduler.lives(sequence):
+            if reader is None or not sequence.lives:
                 continue
             try:
                 output.prompts += reader.read(logits)
@@ -500,7 +500,7 @@ class Engine:
         failures, now = choice.read(), time.time_ns()
         for row, sequence in enumerate(sequences):
             sequence.in_flight = False
-            if not self.scheduler.lives(sequence):
+            if not sequence.lives:
                 continue
             if row in failures:
                 self._blame(sequence, failures[row])
@@ -529,9 +529,7 @@ class Engine:
 
     def _blame(self, sequence: Sequence, error: TrtmeshError) -> None:
         """Ends an item at fault. With a broken model the item stays, and the next launch raises."""
-        if self.scheduler.lives(sequence) and not (
-            isinstance(error, BackendFailed) and self._is_broken()
-        ):
+        if sequence.lives and not (isinstance(error, BackendFailed) and self._is_broken()):
             self._fail(sequence, error)
 
     def _is_broken(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.engine.backend import TokenDetails
@@ -19,7 +21,8 @@ from trtmesh.engine.backends.torch.sampling.choice import (
 )
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 
-_NONE = np.zeros((0, 0))
+_Line = tuple[float, list[int], list[float]]
+"""The log-probability of a row's token, and the most likely ids with theirs, at least as many as the row asks for."""
 
 
 class GraphChoice:
@@ -44,7 +47,8 @@ class GraphChoice:
             # Read later, when the device may compute the next step.
             choice.ids, choice.peaks = _copy(choice.ids), _copy(choice.peaks)
         self._tokens = _copy(tokens)
-        self._log_probs = _NONE if log_probs is None else _copy(log_probs).numpy()
+        self._log_probs = None if log_probs is None else _copy(log_probs)
+        self._lines: dict[int, _Line] = {}
         self._copied = Copied(tokens.device)
         self._copied.record()
         self.token_ids: list[int] = []
@@ -60,6 +64,8 @@ class GraphChoice:
         tokens = self._tokens.tolist()
         # Rows beyond are chosen otherwise.
         self.token_ids = [tokens[min(place, len(tokens) - 1)] for place in self._places]
+        if self._log_probs is not None:
+            self._lines = self._read_lines(self._log_probs.numpy())
         failures: dict[int, TrtmeshError] = {}
         for row, token in enumerate(self.token_ids):
             if token < 0 and row not in self._rest:
@@ -77,15 +83,27 @@ class GraphChoice:
         if self._choice and row in self._rest:
             return self._choice.details(self._rest[row])
         sequence = self._sequences[row]
-        wanted = 1 + 2 * sequence.token_rules.output.top_log_probs
-        own, *pairs = self._log_probs[self._places[row], :wanted].tolist()
+        own, ids, log_probs = self._lines[row]
         details = TokenDetails(sequence.key, log_probs=[own])
-        if pairs:
-            most_likely = list(zip(map(int, pairs[::2]), pairs[1::2], strict=True))
-            if pairs[-1] == -torch.inf:
-                most_likely = [pair for pair in most_likely if pair[1] > -torch.inf]
+        if wanted := sequence.token_rules.output.top_log_probs:
+            most_likely = list(zip(ids[:wanted], log_probs[:wanted], strict=True))
+            if most_likely[-1][1] == -math.inf:
+                most_likely = [pair for pair in most_likely if pair[1] > -math.inf]
             details.top_log_probs.append(most_likely)
         return details
+
+    def _read_lines(self, log_probs: NDArray[np.float64]) -> dict[int, _Line]:
+        """The lines of rows that ask for any: all at once, because a step is as short as a few microseconds a row."""
+        asked = {
+            row: each.token_rules.output.top_log_probs
+            for row, each in enumerate(self._sequences)
+            if each.token_rules.wants_log_probs and row not in self._rest
+        }
+        places = [self._places[row] for row in asked]
+        found = log_probs[places, : 1 + 2 * max(asked.values(), default=0)]
+        own, ids, most = found[:, 0], found[:, 1::2].astype(np.int64), found[:, 2::2]
+        lines = zip(own.tolist(), ids.tolist(), most.tolist(), strict=True)
+        return dict(zip(asked, lines, strict=True))
 
 
 class PickedChoice:

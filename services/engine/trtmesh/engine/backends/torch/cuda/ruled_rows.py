@@ -55,10 +55,14 @@ class RuledRows:
         self._counted = np.zeros(slots, dtype=np.int64)
         """Tokens in the counts of the device."""
 
-    def by_host(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """The rows whose tokens kernels do not choose."""
-        found: list[int] = np.flatnonzero(self._by_host[self._slots(sequences)]).tolist()
-        return found
+    def apart(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
+        """The rows whose tokens kernels do not choose, and those that they choose after all others, for which the
+        tokens before must be known: of guided sequences."""
+        slots = self._slots(sequences)
+        guided = self._fields[Field.FLAGS, slots] & Flag.GUIDED
+        by_host: list[int] = np.flatnonzero(self._by_host[slots]).tolist()
+        late: list[int] = np.flatnonzero(guided).tolist()
+        return by_host, late
 
     def draws(
         self, sequences: SequenceOf[Sequence], unknown: int | Numbers = 0
@@ -70,12 +74,6 @@ class RuledRows:
         if not temperatures.any():
             return np.zeros(len(slots), dtype=np.int64), temperatures
         return places_in(self._streams[slots], _lengths(sequences, unknown)), temperatures
-
-    def guided(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """The rows that kernels choose after all others, for which the tokens before must be known."""
-        flags = self._fields[Field.FLAGS, self._slots(sequences)]
-        found: list[int] = np.flatnonzero(flags & Flag.GUIDED).tolist()
-        return found
 
     def are_independent(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether kernels choose without counts of the tokens before, or masks."""
@@ -89,7 +87,8 @@ class RuledRows:
         """Writes the words [fields, rows or more] of the rows, without those of guided rows; returns the flags of any
         row. The caller has kernels choose the tokens. Rows are after `unknown` tokens known to the device alone, or
         after drafts, by row: then those that count tokens are left out too."""
-        flags = self._fields[Field.FLAGS, self._slots(sequences)]
+        slots = self._slots(sequences)
+        flags = self._fields[Field.FLAGS, slots]
         taken = (flags != 0) & ((flags & Flag.GUIDED) == 0)
         if not isinstance(unknown, int):
             taken &= ((flags & Flag.COUNTS) == 0) | (unknown == 0)
@@ -97,7 +96,8 @@ class RuledRows:
         if not len(rows):
             return Flag(0)
         own = [sequences[row] for row in rows.tolist()]
-        return self._fill(words, rows, own, unknown if isinstance(unknown, int) else unknown[rows])
+        unknown = unknown if isinstance(unknown, int) else unknown[rows]
+        return self._fill(words, rows, own, slots[rows], unknown)
 
     def fill_guided(
         self, words: Numbers, masks: Bytes, rows: SequenceOf[int], sequences: SequenceOf[Sequence]
@@ -109,7 +109,7 @@ class RuledRows:
             guide.catch_up(sequence.tokens)
             mask = guide.mask(sequence.rule.end_ids)
             masks[place, : len(mask)] = mask
-        flags = self._fill(words, np.array(rows), sequences, 0)
+        flags = self._fill(words, np.array(rows), sequences, self._slots(sequences), 0)
         words[Field.MASK, rows] = np.arange(len(rows))
         return flags
 
@@ -118,9 +118,10 @@ class RuledRows:
         words: Numbers,
         rows: Numbers,
         sequences: SequenceOf[Sequence],
+        slots: Numbers,
         unknown: int | Numbers,
     ) -> Flag:
-        slots, lengths = self._slots(sequences), _lengths(sequences, unknown)
+        lengths = _lengths(sequences, unknown)
         fields = self._fields[:, slots]
         counting = (fields[Field.FLAGS] & Flag.COUNTS) != 0
         closed = lengths < self._open_until[slots]

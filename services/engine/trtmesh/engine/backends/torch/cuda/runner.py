@@ -119,7 +119,7 @@ class GraphRunner:
         return self._graphs.takes(chunk)
 
     def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
-        return bool(self._rules.by_host(sequences) or self._rules.guided(sequences))
+        return any(self._rules.apart(sequences))
 
     @torch.inference_mode()
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
@@ -128,21 +128,19 @@ class GraphRunner:
         if self._rows is None or places is None:
             return self._chooser.choose(sequences, logits.float())
         own = [self._completing[place].sequence for place in places]
-        by_host, guided = set(self._rules.by_host(own)), set(self._rules.guided(own))
-        tokens, log_probs, rest, late = self._rows.tokens, self._rows.log_probs, [], []
-        for row, place in enumerate(places):
-            if row in guided and place < self._decoded:
-                late.append(row)
-            elif row in by_host or row in guided or place >= len(tokens):
-                rest.append(row)
+        tokens, log_probs, count = self._rows.tokens, self._rows.log_probs, len(self._rows.tokens)
+        by_host, guided = self._rules.apart(own)
+        late = [row for row in guided if places[row] < self._decoded]
+        beyond = [row for row, place in enumerate(places) if place >= count]
+        rest = sorted({*by_host, *guided, *beyond}.difference(late))
         if late:
             rows = [places[row] for row in late]
             found = self._own.choose_guided(rows, [own[row] for row in late])
-            log_probs = _with_rows(log_probs, found, rows, len(tokens))
+            log_probs = _with_rows(log_probs, found, rows, count)
         # After drafts, the last tokens are not in the rows of their sequences.
         follows = self._own is self._graphs and self._graphs.are_captured
         if self._graphs.are_shared:
-            follows = follows and places == range(len(tokens))
+            follows = follows and places == range(count)
         self._chosen, self.may_follow = places, follows
         choice = None
         if rest:
@@ -150,7 +148,7 @@ class GraphRunner:
             part = logits[indexes(rest, logits)].float()
             choice = self._chooser.choose([sequences[row] for row in rest], part)
             there = [places[row] for row in rest]
-            are_there = follows and max(there) < len(tokens)
+            are_there = follows and max(there) < count
             self.may_follow = are_there and self._graphs.take(there, choice.ids)
         return GraphChoice(own, places, tokens, log_probs, rest, choice)
 
