@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from compat.triton import Response, SyncStream, Triton, joined, request
-from e2e.mesh import Mesh
+from e2e.mesh import Mesh, scrape
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -171,6 +171,29 @@ async def test_a_request_is_stopped_by_its_name(mesh: Mesh, model: str, stopper:
     finals = [response for response in responses if response.final]
     assert len(finals) == 2
     assert any(not response.outputs for response in finals)
+    await mesh.idle()
+
+
+async def generated(mesh: Mesh) -> float:
+    return (await scrape(mesh.router)).get("trtmesh_router_tokens_out_total", 0.0)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
+async def test_a_stop_reaches_a_large_request_that_is_not_read_yet(mesh: Mesh, model: str) -> None:
+    prompt = (
+        {"input_ids": [5], "input_lengths": 1, "request_output_len": 8000}
+        if model == "tensorrt_llm"
+        else {"text_input": "long", "max_tokens": 8000}
+    )
+    # A thread reads it, while the stop is read at once.
+    note = {"note": "x" * 2**18}
+    before = await generated(mesh)
+    with SyncStream(mesh.router.address) as stream:
+        stream.send(model, prompt, request_id="large", parameters=note)
+        stream.send("tensorrt_llm", STOP_IDS, request_id="large")
+        responses = await asyncio.to_thread(stream.half_close)
+    assert [(response.error, response.final) for response in responses] == [("", True)] * 2
+    assert await generated(mesh) - before < 8000
     await mesh.idle()
 
 

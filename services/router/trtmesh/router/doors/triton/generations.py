@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
-from trtmesh.chassis.fair.messages import ReceivedMessage
+from trtmesh.chassis.fair.messages import LARGE_BYTES, ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
@@ -84,6 +84,10 @@ class Generations:
         self._metrics = metrics
         self._engines = engines
         self._named: dict[RequestKey, LiveRequest | BlsLoop] = {}
+        self._unread: dict[ReceivedMessage, RequestKey] = {}
+        """Named requests in large messages, which may be overtaken by stops."""
+        self._overtaken = set[ReceivedMessage]()
+        """Those of them to be stopped."""
 
     def refused(self, model: Model, error: TrtmeshError, began: float) -> None:
         """Counts a request that could not be read, which arrived at a monotonic time."""
@@ -107,9 +111,28 @@ class Generations:
         """Ends the owner's request of any model early, if the request is known and running."""
         if not call.request_id:
             raise template.unnamed_stop()
-        running = self._named.get((owner.name, call.request_id))
+        key = (owner.name, call.request_id)
+        self._overtaken.update(each for each, named in self._unread.items() if named == key)
+        running = self._named.get(key)
         if running is not None:
             running.stop(())
+
+    def arriving(
+        self, message: ReceivedMessage, owner: Identity, name: str
+    ) -> AbstractContextManager[None]:
+        """The block in which a request is read and served: a stop reaches it from here on. A small one needs none, as
+        it is read at once."""
+        may_be = name and message.size >= LARGE_BYTES
+        return self._arriving(message, (owner.name, name)) if may_be else nullcontext()
+
+    @contextmanager
+    def _arriving(self, message: ReceivedMessage, key: RequestKey) -> Iterator[None]:
+        self._unread[message] = key
+        try:
+            yield
+        finally:
+            self._unread.pop(message, None)
+            self._overtaken.discard(message)
 
     async def run(
         self,
@@ -132,7 +155,9 @@ class Generations:
             owner = caller.identity
             call, request = await message.run(partial(_read, template, call, *sizes))
             if call.model.draft_model and self._may_loop(call.model, request):
-                await self._loop(counting, call, template, request, caller, generation, sink)
+                await self._loop(
+                    counting, message, call, template, request, caller, generation, sink
+                )
                 return
             if call.request_id and (name := self._mesh_name(owner, call.request_id)):
                 request = replace(request, request_id=name)
@@ -145,13 +170,21 @@ class Generations:
                 complete = partial(self._complete, call.model, answers)
                 unmerged = Unmerged() if apart else None
                 told = GeneratedAnswers(live, answers, complete, unmerged, self._metrics, sink)
-                with Timed(counting, answers, live), self._known(owner, call.request_id, live):
+                known = self._known(message, owner, call.request_id, live)
+                with Timed(counting, answers, live), known:
                     await told.forward(limit)
 
     def _known(
-        self, owner: Identity, name: str, running: LiveRequest | BlsLoop
+        self,
+        message: ReceivedMessage,
+        owner: Identity,
+        name: str,
+        running: LiveRequest | BlsLoop,
     ) -> AbstractContextManager[None]:
         """Lets stops reach a request by the client's name, if it has one."""
+        self._unread.pop(message, None)
+        if message in self._overtaken:
+            running.stop(())
         return self._named_so((owner.name, name), running) if name else nullcontext()
 
     @contextmanager
@@ -174,6 +207,7 @@ class Generations:
     async def _loop(
         self,
         counting: Counting,
+        message: ReceivedMessage,
         call: Call,
         template: GenerationTemplate,
         request: GenerationRequest,
@@ -195,7 +229,7 @@ class Generations:
             partial(Timed, counting, answers),
         )
         limit = TimeLimit(call.timeout_seconds)
-        with self._known(owner, name, loop):
+        with self._known(message, owner, name, loop):
             async with aclosing(loop):
                 while (waiting := await limit.keep(loop.next_entries())) is not None:
                     answers.see(waiting)

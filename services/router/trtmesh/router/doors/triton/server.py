@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import version
 from time import monotonic
@@ -102,6 +103,12 @@ class TritonServer:
             unknown = f"'{name}' version {cut(version)}"
             raise ModelNotFound(f"Request for unknown model: {unknown} is not found")
         return model
+
+    def arriving(
+        self, message: ReceivedMessage, caller: Caller, name: str
+    ) -> AbstractContextManager[None]:
+        """The block in which a request of this name is read and served."""
+        return self._generations.arriving(message, caller.identity, name)
 
     async def read(
         self,

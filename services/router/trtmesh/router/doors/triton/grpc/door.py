@@ -106,10 +106,10 @@ class TritonDoor:
                 )
             message = context.message
             with message.admitted():
-                call = await self._server.read(message, request, wording, model, unary=True)
-                caller = caller_of(self._callers, context)
-                response = OnlyResponse()
-                await self._server.serve(call, message, caller, response)
+                caller, response = caller_of(self._callers, context), OnlyResponse()
+                with self._server.arriving(message, caller, request.id):
+                    call = await self._server.read(message, request, wording, model, unary=True)
+                    await self._server.serve(call, message, caller, response)
             assert response.outputs is not None
             return ResponseWriter(model.name, request.id).unary(response.outputs)
         raise AssertionError("answering ends the call")
@@ -204,10 +204,11 @@ class _InferStream:
         with request_id_bound(request.id):
             try:
                 with message.admitted():
-                    call = await self._server.read(message, request, wording)
                     caller = caller_of(self._callers, self._context)
                     responses = _Responses(self, writer, wording, parameter)
-                    await self._server.serve(call, message, caller, responses)
+                    with self._server.arriving(message, caller, request.id):
+                        call = await self._server.read(message, request, wording)
+                        await self._server.serve(call, message, caller, responses)
             except SlowClient:
                 raise
             except TrtmeshError as error:
