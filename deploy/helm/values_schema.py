@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from trtmesh.tokenizer.settings import TokenizerSettings
 
 SOURCE = Path(__file__).with_name("values.schema.yaml")
 PAGE = Path(__file__).with_name("trtmesh") / "values.schema.json"
+
+NAME = re.compile(r'"#/\$defs/settings\.(\w+)"')
 
 OF_EVERY_CHART = "host port metrics_port grace_seconds stop_on_stdin_eof tls"
 OF_THE_CHART: dict[type[BaseModel], str] = {
@@ -39,8 +43,15 @@ def page() -> str:
         for path in owned.split():
             _drop(whole, path.split("."), found)
         found[cls.__name__.removesuffix("Settings").lower()] = whole
-    schema["$defs"] |= {f"settings.{name}": each for name, each in sorted(found.items())}
+    used = _named(schema, found)
+    schema["$defs"] |= {f"settings.{name}": found[name] for name in sorted(used)}
     return json.dumps(schema, indent=1) + "\n"
+
+
+def _named(schema: Any, found: Mapping[str, Any]) -> set[str]:
+    """The settings named by a schema, and by those in turn: not what the chart owns, nor what it replaces."""
+    names = set(NAME.findall(json.dumps(schema)))
+    return names.union(*(_named(found[name], found) for name in names))
 
 
 def _drop(whole: dict[str, Any], path: list[str], found: dict[str, Any]) -> None:
