@@ -166,7 +166,7 @@ async def in_traffic(
     small = {
         **settings,
         "kv_cache": {"tokens": longest * rng.randint(5, 12)},
-        "batching": {"max_step_tokens": rng.choice((48, 96, 512)), "context_chunk_tokens": chunk},
+        "batching": {"max_step_tokens": min(rng.choice((48, 96, 512)), chunk or 512)},
         "limits": {"max_batch_size": 24},
     }
     lab = Lab(model, small)

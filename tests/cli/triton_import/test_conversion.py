@@ -81,7 +81,6 @@ def test_import_reports_the_outcome_of_every_value(tmp_path: Path) -> None:
     assert conversion.sections["mesh"] == {"model": str(DEMO), "devices": {"demo": ["cuda:1"]}}
     assert conversion.sections["engine"]["torch"] == {
         "batching": {
-            "type": "inflight_fused_batching",
             "policy": "guaranteed_no_evict",
             "chunked_context": True,
         },

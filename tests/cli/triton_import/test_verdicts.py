@@ -203,9 +203,24 @@ def test_long_prompts_stay_served_without_chunks(
     tmp_path: Path, value: str, setting: bool | None
 ) -> None:
     conversion = convert(five_models(tmp_path / "models", {"enable_chunked_context": value}))
-    batching = conversion.sections["engine"]["torch"]["batching"]
+    batching = conversion.sections["engine"]["torch"].get("batching", {})
     assert batching.get("chunked_context") is setting
     assert finding(conversion, "tensorrt_llm", "parameters.enable_chunked_context")[0] in (
         Outcome.CARRIED,
         Outcome.REPLACED,
     )
+
+
+@pytest.mark.parametrize(
+    ("policy", "outcome"),
+    [("guaranteed_no_evict", Outcome.REPLACED), ("max_utilization", Outcome.UNSUPPORTED)],
+)
+def test_static_batches_are_a_policy_of_their_own(
+    policy: str, outcome: Outcome, tmp_path: Path
+) -> None:
+    directory = five_models(tmp_path / "models", {"batch_scheduler_policy": policy})
+    replace(directory, "tensorrt_llm", '"inflight_fused_batching"', '"V1"')
+    conversion = convert(directory)
+    assert conversion.sections["engine"]["torch"]["batching"]["policy"] == "static_batch"
+    assert finding(conversion, "tensorrt_llm", "parameters.gpt_model_type")[0] is Outcome.CARRIED
+    assert finding(conversion, "tensorrt_llm", "parameters.batch_scheduler_policy")[0] is outcome

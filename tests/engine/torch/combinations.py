@@ -38,7 +38,6 @@ TINY_POOL: dict[str, Any] = {
     "tokens_per_block": TINY_POOL_BLOCK,
     "max_step_tokens": 64,
     "max_batch_size": 64,
-    "batching_type": "inflight_fused_batching",
     "batching_policy": "max_utilization",
 }
 """Settings under which sequences are paused."""
@@ -95,19 +94,17 @@ class Maker:
 
     def settings(self) -> dict[str, Any]:
         dice = self.dice
-        settings: dict[str, Any] = {
+        return {
             "kv_cache_tokens": dice.choice([POOL_TOKENS, POOL_TOKENS, 2048]),
             "tokens_per_block": dice.choice([4, 8, 16]),
-            "max_step_tokens": dice.choice([5, 16, 64, 512]),
+            "max_step_tokens": dice.choice([3, 5, 16, 64, 512]),
             "max_batch_size": dice.choice([4, 9, 64]),
             "prefix_reuse": dice.random() < 0.8,
             "host_cache_bytes": dice.choice([0, 2**20]),
-            "batching_policy": dice.choice([None, None, "guaranteed_no_evict"]),
-            "context_chunk_tokens": dice.choice([0, 0, 3]),
+            "batching_policy": dice.choices(
+                ["max_utilization", "guaranteed_no_evict", "static_batch"], [57, 28, 15]
+            )[0],
         }
-        if dice.random() < 0.15:
-            settings |= {"batching_type": "V1", "batching_policy": None}
-        return settings
 
     def item(self, batch_index: int) -> Item:
         dice = self.dice

@@ -106,8 +106,7 @@ async def in_traffic(
 ) -> list[Result]:
     """All at once in random chunks and blocks with too little KV, and every second continued from a random token."""
     changed = {
-        "max_step_tokens": dice.choice((16, 60, 512)),
-        "context_chunk_tokens": dice.choice((0, 3, 13, 100)),
+        "max_step_tokens": dice.choice((3, 16, 60, 512)),
         "tokens_per_block": dice.choice((4, 16, 24)),
         "kv_cache_tokens": dice.choice((480, 4096)),
         "max_batch_size": dice.choice((3, 16)),

@@ -155,7 +155,7 @@ async def test_chunks_blocks_and_parts_of_any_size(
 
     def settings() -> dict[str, Any]:
         return {
-            "context_chunk_tokens": dice.choice([0, 3, 17, 32]),
+            "max_step_tokens": dice.choice([3, 17, 32, 512]),
             "tokens_per_block": dice.choice([4, 16, 32]),
             "layers_per_part": dice.choice([1, 2]),
         }
@@ -202,7 +202,7 @@ async def test_any_item_over_a_head_split(
     dice = Random(f"{kind} {shards}")
     one, other = (
         {
-            "context_chunk_tokens": dice.randint(1, len(PROMPT)),
+            "max_step_tokens": dice.randint(1, len(PROMPT)),
             "tokens_per_block": dice.choice([16, 32]),
             "layers_per_part": dice.choice([1, 2]),
         }
@@ -631,7 +631,7 @@ async def test_one_of_several_sequences_is_stopped_in_the_prefill(llama: Path) -
     config = CONFIGS["several"]
     async with running(llama, **EXACT) as engine:
         expected = await play_alone(engine, Item(PROMPT, config, 0))
-    async with workers(llama, {**EXACT, "context_chunk_tokens": 8}, EXACT) as pair:
+    async with workers(llama, {**EXACT, "max_step_tokens": 8}, EXACT) as pair:
         lease = await pair.reserve(pair.one, pair.other, len(PROMPT) - 1)
         with pair.one.gate.held():
             keys = pair.one.submit(PROMPT, config, sender_lease_id=lease)

@@ -39,8 +39,8 @@ def expected(model_dir: Any) -> list[list[int]]:
         ({"batching_policy": "max_utilization", "prefix_reuse": False}, True),
         ({"batching_policy": "max_utilization", "host_cache_bytes": 2**20}, True),
         ({"batching_policy": "guaranteed_no_evict"}, False),
-        ({"batching_type": "V1"}, False),
-        ({"context_chunk_tokens": 2}, True),
+        ({"batching_policy": "static_batch"}, False),
+        ({"max_step_tokens": 2}, True),
         ({"chunked_context": False, "max_step_tokens": 16}, True),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
@@ -51,7 +51,7 @@ async def test_a_tiny_pool_changes_no_token(
     async with running(llama, **TINY, **settings) as engine:
         assert await engine.run(PROMPTS, CONFIG) == expected
         assert (scheduler_of(engine).preemptions > 0) == pauses
-        assert engine.info.static_batching == (settings.get("batching_type") == "V1")
+        assert engine.info.static_batching == (settings.get("batching_policy") == "static_batch")
         assert await engine.run(PROMPTS[::-1], CONFIG) == expected[::-1]
         assert engine.backend.stats().used_blocks == 0
 
@@ -118,10 +118,7 @@ async def test_a_prompt_longer_than_a_step_is_refused_without_chunks(llama: Path
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"batching_type": "V1", "batching_policy": "max_utilization"}, "V1 never pauses"),
-        ({"batching_type": "inflight"}, r"batching\.type"),
-        ({"batching_policy": "static_batch"}, r"batching\.policy"),
-        ({"chunked_context": False, "context_chunk_tokens": 4}, "chunked_context is off"),
+        ({"batching_policy": "V1"}, r"batching\.policy"),
         ({"kv_cache_free_memory_fraction": 1.0}, r"kv_cache\.free_memory_fraction"),
     ],
 )

@@ -16,7 +16,7 @@ async def test_paused_reader_reads_each_position_once(llama: Path) -> None:
     async with running(llama, prefix_reuse=False) as engine:
         (alone,) = await engine.ended(engine.submit(second[:40], read))
     # The first sequence grows into the blocks of the second while the second computes a few prompt tokens per step.
-    pool = {"kv_cache_tokens": 52, "tokens_per_block": 4, "context_chunk_tokens": 4}
+    pool = {"kv_cache_tokens": 52, "tokens_per_block": 4, "max_step_tokens": 5}
     async with running(llama, prefix_reuse=False, **pool) as engine:
         with engine.gate.held():
             keys = engine.submit(first[:8], long) + engine.submit(second[:40], read)

@@ -29,12 +29,10 @@ from trtmesh.tools.triton_import.rules import (
     wrong,
 )
 
-BATCHING = {
-    "inflight_fused_batching": "inflight_fused_batching",
-    "inflight_batching": "inflight_fused_batching",
-    "V1": "V1",
-}
-POLICY = one_of(
+BATCHING = ("inflight_fused_batching", "inflight_batching", "V1")
+POLICY = (*TORCH, "batching", "policy")
+STATIC = "static_batch"
+POLICIES = one_of(
     "max_utilization",
     "guaranteed_no_evict",
     # The word of the documentation of v0.5.
@@ -49,7 +47,9 @@ TRITON_HOST_BYTES = 1 << 30
 
 DTYPE = one_of("auto", "float16", "bfloat16", "float32")
 SCHEDULER = one_of(
-    GUARANTEED_NO_EVICT="guaranteed_no_evict", MAX_UTILIZATION="max_utilization", STATIC_BATCH="V1"
+    GUARANTEED_NO_EVICT="guaranteed_no_evict",
+    MAX_UTILIZATION="max_utilization",
+    STATIC_BATCH=STATIC,
 )
 
 NO_ADAPTERS = (
@@ -145,7 +145,12 @@ def _batching(subject: Subject, draft: Draft) -> None:
             f"Invalid gpt_model_type: model '{subject.model}': {subject.what} is {subject.value!r} but must be one of"
             f" {', '.join(BATCHING)}"
         )
-    draft.carry(subject, (*TORCH, "batching", "type"), BATCHING[subject.value])
+    if subject.value == "V1":
+        draft.carry(subject, POLICY, STATIC)
+    else:
+        draft.replace(
+            subject, "sequences join and leave at every step, unless the policy says otherwise"
+        )
 
 
 def _special_tokens(subject: Subject, draft: Draft) -> None:
@@ -175,11 +180,13 @@ def _decoding(subject: Subject, draft: Draft) -> None:
 
 
 def _scheduler_policy(subject: Subject, draft: Draft) -> None:
-    policy = POLICY(subject)
-    if policy == "max_utilization" and draft.get((*TORCH, "batching", "type")) == "V1":
+    policy = POLICIES(subject)
+    if draft.get(POLICY) != STATIC:
+        draft.carry(subject, POLICY, policy)
+    elif policy == "max_utilization":
         draft.refuse(subject, "V1 never pauses a sequence")
     else:
-        draft.carry(subject, (*TORCH, "batching", "policy"), policy)
+        draft.replace(subject, "V1 never pauses a sequence")
 
 
 def _beam_width(subject: Subject, draft: Draft) -> None:
@@ -191,9 +198,7 @@ def _beam_width(subject: Subject, draft: Draft) -> None:
 
 
 def _scheduler(subject: Subject, draft: Draft) -> None:
-    policy = SCHEDULER(subject)
-    name = "type" if policy == "V1" else "policy"
-    draft.carry(subject, (*TORCH, "batching", name), policy)
+    draft.carry(subject, POLICY, SCHEDULER(subject))
 
 
 def _windows(subject: Subject, draft: Draft) -> None:

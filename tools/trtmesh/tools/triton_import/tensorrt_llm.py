@@ -15,7 +15,7 @@ from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.json_text import load_json
 from trtmesh.tools.triton_import.config_file import is_unset, read_limited
 from trtmesh.tools.triton_import.findings import Draft, Outcome, Subject
-from trtmesh.tools.triton_import.parameters import ARGUMENTS, BATCHING, CORE_PARAMETERS
+from trtmesh.tools.triton_import.parameters import ARGUMENTS
 from trtmesh.tools.triton_import.recipes import ENGINE_PARAMETERS, RepositoryModel
 from trtmesh.tools.triton_import.repository import ENGINE_ARGUMENTS
 from trtmesh.tools.triton_import.rules import (
@@ -77,15 +77,6 @@ def _setting(name: str, read: Any) -> Rule:
     return rule
 
 
-def _batching(subject: Subject, draft: Draft) -> None:
-    if BATCHING.get(subject.value) == "V1":
-        draft.carry(subject, (*SECTION, *RENAMED[POLICY].split(".")), "STATIC_BATCH")
-    elif subject.value in BATCHING:
-        draft.replace(subject, "batches are always in flight")
-    else:
-        CORE_PARAMETERS["gpt_model_type"](subject, draft)
-
-
 def _beam_width(subject: Subject, draft: Draft) -> None:
     own("max_beam_width", positive)(subject, draft)
     path = (*SECTION, "limits", "max_beam_width")
@@ -95,8 +86,6 @@ def _beam_width(subject: Subject, draft: Draft) -> None:
 GUIDES = _setting("options.guided_decoding_backend", one_of("xgrammar", "llguidance"))
 
 CORE_OVERRIDES: Mapping[str, Rule] = {
-    "gpt_model_type": _batching,
-    "batching_strategy": _batching,
     "max_beam_width": _beam_width,
     "participant_ids": replaced(RANKS),
     "num_nodes": only(whole, value=1, text=RANKS, reason=SEVERAL_NODES),

@@ -508,7 +508,7 @@ def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
     return SchedulingRules(
         cache.tokens_per_block,
         batching.max_step_tokens,
-        chunk_tokens=batching.chunk_tokens,
+        chunk_tokens=batching.max_step_tokens if batching.chunked_context else None,
         never_pause=batching.never_pauses,
         static_batch=batching.is_static,
         prefix_reuse=cache.prefix_reuse,

@@ -33,41 +33,24 @@ class HostCacheSettings(Settings):
 class TorchBatchingSettings(Settings):
     """Start of sequences, and the tokens of a step."""
 
-    type: Literal["inflight_fused_batching", "V1"] = "inflight_fused_batching"
-    """V1 starts a batch only after the end of the previous batch; otherwise sequences join and leave at every step."""
-    policy: Literal["max_utilization", "guaranteed_no_evict"] | None = None
-    """guaranteed_no_evict starts a sequence only when the longest form fits the KV cache. max_utilization starts a
-    sequence when the present tokens fit, and pauses the newest sequence when blocks run out. The default is
-    max_utilization, with V1 guaranteed_no_evict."""
+    policy: Literal["max_utilization", "guaranteed_no_evict", "static_batch"] = "max_utilization"
+    """max_utilization starts a sequence when the present tokens fit the KV cache, and pauses the newest sequence when
+    blocks run out. guaranteed_no_evict starts a sequence only when the longest form fits. static_batch does so too, but
+    only after the end of the previous batch; otherwise sequences join and leave at every step."""
     max_step_tokens: Count = 512
     """Most tokens in a step, but at least one for every sequence in the batch."""
     chunked_context: bool = True
     """Whether a prompt may take several steps; if not, prompts longer than max_step_tokens are refused."""
-    context_chunk_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Most prompt tokens of one sequence in a step; 0 means up to the room in the step."""
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
-        if self.type == "V1" and self.policy == "max_utilization":
-            raise ValueError("type V1 never pauses a sequence; leave policy unset")
-        if self.context_chunk_tokens and not self.chunked_context:
-            raise ValueError("context_chunk_tokens is set but chunked_context is off")
-        return self
 
     @property
     def is_static(self) -> bool:
         """Whether a batch starts only after the end of the previous batch."""
-        return self.type == "V1"
+        return self.policy == "static_batch"
 
     @property
     def never_pauses(self) -> bool:
         """Whether a started sequence runs to the end."""
-        return self.is_static or self.policy == "guaranteed_no_evict"
-
-    @property
-    def chunk_tokens(self) -> int | None:
-        """Most prompt tokens of a sequence in a step, or None if a prompt takes a single step."""
-        return self.context_chunk_tokens or self.max_step_tokens if self.chunked_context else None
+        return self.policy != "max_utilization"
 
 
 class TorchAdapterSettings(AdapterSettings):
