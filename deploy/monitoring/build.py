@@ -98,27 +98,21 @@ def graph(panel: Panel, place: Mapping[str, int], known: Known) -> dict[str, Any
     queries = {legend: selected(each, known) for legend, each in panel.queries.items()}
     for legend, expression in queries.items():
         check(expression, LEGEND.findall(legend), known)
-    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
-    if panel.bound is not None:
-        steps.append({"color": "red", "value": panel.bound})
     drawn = {"lineWidth": 1, "fillOpacity": 8, "showPoints": "never"}
+    defaults: dict[str, Any] = {"unit": panel.unit, "custom": drawn}
     if panel.bound is not None:
+        steps = [{"color": "green", "value": None}, {"color": "red", "value": panel.bound}]
         drawn["thresholdsStyle"] = {"mode": "line"}
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    if panel.unit != "s":
+        defaults["min"] = 0
     return {
         "type": "timeseries",
         "title": panel.title,
-        "description": panel.note,
+        **({"description": panel.note} if panel.note else {}),
         "datasource": DATASOURCE,
         "gridPos": place,
-        "fieldConfig": {
-            "defaults": {
-                "unit": panel.unit,
-                "custom": drawn,
-                "thresholds": {"mode": "absolute", "steps": steps},
-                **({"min": 0} if panel.unit != "s" else {}),
-            },
-            "overrides": [],
-        },
+        "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {
             "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
             "tooltip": {"mode": "multi", "sort": "desc"},

@@ -103,7 +103,7 @@ def draw(panel: Mapping[str, Any], axes: Axes, source: Source, board: Mapping[st
     for _, legend, points in sorted(lines, key=itemgetter(0), reverse=True):
         ages = [at - source.end for at, _ in points]
         axes.plot(ages, [scale * value for _, value in points], linewidth=0.9, label=legend)
-    for step in defaults["thresholds"]["steps"][1:]:
+    for step in defaults.get("thresholds", {}).get("steps", ())[1:]:
         axes.axhline(step["value"], color="crimson", linewidth=0.8, linestyle="--")
     axes.set_title(
         ", ".join(filter(None, (panel["title"], said))), loc="left", fontsize=8, fontweight="bold"
