@@ -75,8 +75,6 @@ class AdminToken(Bearer):
 
 
 class ApiKey(Bearer):
-    """The API key of a client."""
-
     what = "API key"
     variable = "TRTMESH_API_KEY"
 

@@ -82,7 +82,6 @@ class InputTransport:
         return getattr(self._transport, name)
 
     def receive(self, data: bytes) -> None:
-        """Takes input."""
         self._waiting.append(data)
         self._take_turns()
         self._settle()

@@ -170,7 +170,6 @@ class HttpServer:
         await connection_of(request).turn()
 
     def connection(self) -> asyncio.Protocol:
-        """The protocol of a new connection."""
         assert self._runner.server is not None
         return HttpConnection(self, self._runner.server)
 
@@ -209,15 +208,12 @@ def _misframed(request: web.BaseRequest) -> web.StreamResponse | None:
 
 
 def connection_of(request: web.BaseRequest) -> HttpConnection:
-    """The connection of a request."""
     connection = request.protocol
     assert isinstance(connection, HttpConnection)
     return connection
 
 
 class HttpConnection(web.RequestHandler):
-    """A client's connection."""
-
     def __init__(self, server: HttpServer, manager: web.Server) -> None:
         super().__init__(
             manager,

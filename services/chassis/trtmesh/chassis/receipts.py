@@ -47,7 +47,6 @@ def serialized(item: router_pb.GenerateItem) -> bytes:
 def of_sequence(
     token_ids: Sequence[int], reason: pb.FinishReason.ValueType
 ) -> receipt_pb.SequenceReceipt:
-    """The receipt of a sequence's tokens."""
     every = max(1, -(-len(token_ids) // MOST_MARKS))
     return receipt_pb.SequenceReceipt(
         tokens=len(token_ids),

@@ -64,7 +64,6 @@ def _unknown(message: Message, path: str) -> Iterator[str]:
 
 
 def _parts(field: FieldDescriptor, value: Any) -> Iterable[Message]:
-    """The messages in a field."""
     if field.message_type.GetOptions().map_entry:
         held = field.message_type.fields_by_name["value"].message_type
         return value.values() if held is not None else ()

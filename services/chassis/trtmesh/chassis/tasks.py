@@ -53,7 +53,6 @@ class Ticks:
         self._timer = self._loop.call_later(self._seconds, self._tick)
 
     def cancel(self) -> None:
-        """Stops the count."""
         self._timer.cancel()
 
     def _tick(self) -> None:

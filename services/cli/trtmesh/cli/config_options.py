@@ -40,7 +40,6 @@ class ConfigOption:
     """Name of the option, if different from the keyword."""
 
     def parameter(self) -> Parameter:
-        """Returns the option as a parameter of a typer command."""
         group = GROUP_OF[self.keyword]
         message = GenerationConfig.DESCRIPTOR.fields_by_name[group].message_type
         field = message.fields_by_name[self.keyword]

@@ -28,7 +28,6 @@ class LazyCommand(TyperCommand):
         super().__init__(name, help=help_text, rich_help_panel=panel)
 
     def load(self) -> Any:
-        """Returns the command or the group itself."""
         try:
             # Up to half a second: here, too, Ctrl-C ends the command quietly.
             found = getattr(import_module(self.module), self._attribute)

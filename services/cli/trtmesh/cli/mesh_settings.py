@@ -202,5 +202,4 @@ def _switch(name: str, text: str) -> inspect.Parameter:
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a setting with a dotted name."""
     return "--" + name.replace(".", "-").replace("_", "-")

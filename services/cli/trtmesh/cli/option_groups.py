@@ -81,6 +81,5 @@ def _is_group(annotation: Any) -> bool:
 
 
 def _fields(group: type[Any]) -> list[tuple[Field[Any], Any]]:
-    """The fields of a group, and their types."""
     types = get_type_hints(group, include_extras=True)
     return [(each, types[each.name]) for each in fields(group)]

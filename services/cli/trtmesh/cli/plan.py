@@ -321,7 +321,6 @@ class Plan:
         return {"port": 0, "metrics_port": None if self._settings.metrics_port is None else 0}
 
     def _places(self, model: ServedModel) -> list[Place]:
-        """The place of each engine of a model."""
         settings = self._settings
         roles = [("--role", "prefill")] * settings.prefill + [
             ("--role", "decode")
@@ -432,8 +431,6 @@ def _as_variables(service: str, flags: Sequence[str]) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model of the stack."""
-
     name: str
     """The name of the directory."""
     directory: Path

@@ -253,7 +253,6 @@ class Stack:
             await _all(child.wait() for child in group)
 
     def kill(self) -> None:
-        """Kills all processes."""
         for child in self.children:
             child.kill()
 

@@ -24,8 +24,6 @@ NETWORK = Path("/proc/self/ns/net")
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """Where a stack is."""
-
     router: str = DEFAULT_ADDRESS
     admin: str = DEFAULT_ADMIN_ADDRESS
     models: str = ""

@@ -107,7 +107,6 @@ def _put_json_line(sample: Sample, rates: Rates) -> None:
 
 
 def page(console: Console, address: str, sample: Sample, rates: Rates) -> Group:
-    """Renders an update for a console."""
     fleet = sample.fleet
     headline = (
         f"router {address}: policy {fleet.policy}, {fleet.live_requests} live requests,"

@@ -69,7 +69,6 @@ class Ledger(Generic[S]):
         self.output = StepOutput(0)
 
     def add(self, key: int, sequence: S) -> None:
-        """Adds a key of an admitted item."""
         self.live[key] = sequence
 
     def end(self, end: SequenceEnd) -> None:

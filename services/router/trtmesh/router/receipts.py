@@ -110,8 +110,6 @@ def _tokenizer_digest(fingerprint: str) -> bytes:
 
 
 class Receipts:
-    """Makes the receipts of this router."""
-
     def __init__(self, settings: ReceiptSettings) -> None:
         """Raises SettingsError for an unusable file."""
         self.file = None
@@ -185,8 +183,6 @@ def encoded(signed: receipt_pb.SignedReceipt) -> str:
 
 
 class ItemReceipt:
-    """The receipt of a live item."""
-
     def __init__(
         self, receipts: Receipts, request_id: str, model: str, item: ItemRequest, seed: int
     ) -> None:

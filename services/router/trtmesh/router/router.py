@@ -74,8 +74,6 @@ FAREWELL_SECONDS = 2.0
 
 
 class Router:
-    """A router as a service of the chassis."""
-
     def __init__(
         self,
         settings: RouterSettings,

@@ -89,7 +89,6 @@ class CallTrace:
         self.model = self._span.attributes["gen_ai.response.model"] = model
 
     def item(self, item: ItemRequest) -> ItemTrace:
-        """The trace of an item that begins."""
         return ItemTrace(self, self._span.child(self.named(self.operation)), item)
 
     def end(self, outcome: str, error: str) -> None:
@@ -100,7 +99,6 @@ class CallTrace:
         end(self.tracer, self._span, "" if outcome == "complete" else error or outcome.upper())
 
     def named(self, operation: str) -> str:
-        """The name of a span."""
         return f"{operation} {self.model}".rstrip()
 
 

@@ -70,7 +70,6 @@ class EncodeRequest:
         )
 
     def texts(self, *, special: bool) -> Iterator[str]:
-        """The text to encode with special tokens, or without."""
         if self.text is not None and self.add_special_tokens == special:
             yield self.text
 

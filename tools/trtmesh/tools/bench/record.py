@@ -220,8 +220,6 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A whole run."""
-
     header: Header
     answers: tuple[Answer, ...]
     end: RunEnd | None = None

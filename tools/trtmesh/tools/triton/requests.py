@@ -46,7 +46,6 @@ class TritonModel:
 
     @classmethod
     def of(cls, config: Any) -> TritonModel:
-        """From a ModelConfig."""
         names = model_config_pb2.DataType
         types = {i.name: names.Name(i.data_type).removeprefix("TYPE_") for i in config.input}
         # Triton's llmapi model always accumulates, without a parameter.

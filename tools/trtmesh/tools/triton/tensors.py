@@ -37,7 +37,6 @@ class Tensor:
     elements: Sequence[Any]
 
     def nested(self) -> Any:
-        """The elements as nested lists."""
         return _nested(list(self.elements), self.shape)
 
 

@@ -45,5 +45,4 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def placeholders(text: str) -> set[str]:
-    """The keys of all placeholders."""
     return set(Template(text).get_identifiers())

@@ -30,8 +30,6 @@ CORE_INPUTS = frozenset({"input_ids", "input_lengths", "request_output_len"})
 
 @dataclass(frozen=True)
 class RepositoryModel:
-    """A model directory."""
-
     name: str
     config: Any
     """The parsed ModelConfig."""

@@ -60,7 +60,6 @@ class Repository:
                     yield from self._cores_of(self.models[name], depth + 1)
 
     def tokenizers_of(self, core: RepositoryModel) -> list[RepositoryModel]:
-        """The tokenizers of a core model."""
         return [model for model in self if model.tokenizes and core.name in self.cores_of(model)]
 
     def problem(self, model: RepositoryModel) -> str:

@@ -133,8 +133,6 @@ NETWORK_BITS = 64
 
 
 class ConnectionLimits(Protocol):
-    """Limits of the connections of a server."""
-
     @property
     def max_open(self) -> int:
         """Most open connections."""

@@ -256,8 +256,6 @@ class PacedCall(Protocol):
 
 
 class _Waiter:
-    """A waiting task."""
-
     __slots__ = ("turn",)
 
     def __init__(self) -> None:

@@ -85,8 +85,6 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Counts:
-    """The counts of a message so far."""
-
     limits: MessageLimits
     fields: int = 0
     numbers: int = 0

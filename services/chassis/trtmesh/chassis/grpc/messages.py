@@ -144,7 +144,6 @@ class MessageReader:
         self._measure()
 
     def clear(self) -> None:
-        """Forgets everything."""
         self._buffer, self._large, self._large_missing = bytearray(), None, 0
         self._measure()
 

@@ -106,8 +106,6 @@ class Http2StreamError(Http2Error):
 
 @dataclass(slots=True)
 class Frame:
-    """A received frame."""
-
     type: int
     flags: int
     stream_id: int

@@ -103,8 +103,6 @@ class SendStream:
 
 
 class FrameWriter:
-    """Sends the frames of a connection."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
         self._transport = transport

@@ -99,7 +99,6 @@ def _runs(
 
 
 def _join(runs: list[Run], run: Run) -> None:
-    """Appends a run."""
     last = runs[-1] if runs else Run(-1, -1, 0)
     if (last.source + last.size, last.target + last.size) == (run.source, run.target):
         runs[-1] = Run(last.source, last.target, last.size + run.size)

@@ -98,7 +98,6 @@ class Handoffs(ABC, Generic[Own, S, R]):
         return True
 
     async def close(self) -> None:
-        """Releases all leases."""
         for sent in self.sent.all():
             sent.release()
 

@@ -69,8 +69,6 @@ class Timer:
 
 
 class GrantedLease(Protocol):
-    """A lease in the table."""
-
     lease_id: str
     owner: LeaseOwner | None
 
@@ -145,7 +143,6 @@ class LeaseTable(Generic[L]):
         self._expected[owner] += 1
 
     def expect_less(self, owner: LeaseOwner) -> None:
-        """Ends an expectation."""
         self._expected[owner] -= 1
         if not self._expected[owner]:
             del self._expected[owner]

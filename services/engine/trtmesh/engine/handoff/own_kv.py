@@ -54,7 +54,6 @@ class OwnKv:
 
 
 def kind_of(memory: KvMemory, model_fingerprint: str, tokenizer_fingerprint: str) -> KvKind:
-    """The kind of KV in `memory`."""
     shards = memory.shards
     return KvKind(
         model_fingerprint=model_fingerprint,

@@ -465,7 +465,6 @@ class Transfer:
 
     @property
     def _streaming(self) -> StreamedPart | None:
-        """The arriving part."""
         return self._parts[-1][1] if self._parts else None
 
     def _checked(self, message: pb.KvPart) -> Part:

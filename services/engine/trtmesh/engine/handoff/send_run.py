@@ -38,8 +38,6 @@ _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 
 
 class PeerFetch(Protocol):
-    """A receiver's fetch."""
-
     transport: pb.KvTransport.ValueType
     sent_bytes: int
 

@@ -38,8 +38,6 @@ class AdapterDevice(Protocol[A_contra]):
 
 
 class AdapterSlots(Generic[A, S]):
-    """The adapters on the device, each in a slot."""
-
     def __init__(self, slots: int, device: AdapterDevice[A], start: Callable[[S], None]) -> None:
         """`start` queues a sequence with its adapter on the device."""
         self.slots = slots
@@ -123,7 +121,6 @@ class AdapterSlots(Generic[A, S]):
             self._settle(adapter)
 
     def waiting_for(self, adapter: A) -> list[S]:
-        """The parked sequences of an adapter."""
         return [sequence for *_, sequence in self._parked_of.get(adapter, ())]
 
     def drop(self, adapter: A) -> None:

@@ -363,7 +363,6 @@ class Published:
         return block in self._by_block
 
     def find(self, block_hash: int) -> int | None:
-        """The block published under a hash."""
         entry = self._by_hash.get(block_hash)
         return entry.block if entry else None
 
@@ -402,7 +401,6 @@ class Published:
         entry.block = other
 
     def remove(self, block: int) -> None:
-        """Unpublishes a block."""
         entry = self._by_block.pop(block)
         del self._by_hash[entry.block_hash]
         siblings = self._children[entry.parent_hash]
@@ -412,7 +410,6 @@ class Published:
         self.events.removed([entry.block_hash])
 
     def retention(self, block: int) -> Retention:
-        """The retention of a published block."""
         return self._by_block[block].retention
 
     def retain(self, block: int, retention: Retention) -> None:

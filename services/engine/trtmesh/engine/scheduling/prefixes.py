@@ -26,7 +26,6 @@ class Prefixes:
         return led if led.tokens >= published.tokens else published
 
     def of_leader(self, sequence: ScheduledSequence) -> Prefix:
-        """The beginning computed by the leader."""
         leader = sequence.leader
         if leader is None or leader.slot < 0:
             return NOTHING

@@ -119,7 +119,6 @@ class ScheduledSequence:
         return 0 if self.receiver_lease else max(0, self.submitted_tokens - self.num_computed)
 
     def append(self, token: int, now_ns: int) -> None:
-        """Adds a generated token."""
         self.tokens.append(token)
         times = self.times
         times.first_token_ns = times.first_token_ns or now_ns
@@ -162,7 +161,6 @@ class Chunk(Generic[S]):
 
     @property
     def known_end(self) -> int:
-        """The end of the known tokens."""
         return self.start + self.count - len(self.drafts)
 
     @property
@@ -177,8 +175,6 @@ class Chunk(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class SchedulingRules:
-    """Settings of the scheduler."""
-
     tokens_per_block: int
     max_step_tokens: int
     chunk_tokens: int | None = None
@@ -208,7 +204,6 @@ class SchedulingRules:
         return min(self.max_step_tokens, self.chunk_tokens or self.max_step_tokens)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks for this many tokens."""
         return -(-tokens // self.tokens_per_block)
 
     def unseen_blocks(self, tokens: int) -> int:

@@ -40,12 +40,10 @@ class WorkerTrace:
         return cls(tracer, span, model, step)
 
     def first_token(self, step: int) -> None:
-        """A sequence has its first token on this worker."""
         if not self._first_token_ns:
             self._first_token_ns, self._first_token_step = time.time_ns(), step
 
     def ended(self, end: SequenceEnd, step: int) -> None:
-        """A sequence ended."""
         self._last_step = max(self._last_step, step)
         if not self._scheduled_ns:
             self._scheduled_ns = self._span.begin_ns + int(end.queue_seconds * 1e9)
@@ -57,7 +55,6 @@ class WorkerTrace:
             self._error = self._error or "CANCELLED"
 
     def refused(self, reason: str) -> None:
-        """The worker does not take the item."""
         end(self._tracer, self._span, reason)
 
     def close(self) -> None:

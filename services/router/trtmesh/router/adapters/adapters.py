@@ -206,7 +206,6 @@ class Adapters:
         return self._own.by_name(model, name) or known
 
     async def _bring(self, model: str, asked: Lora, weights: Tensor, config: Tensor) -> ItemAdapter:
-        """Keeps the weights that an item brings."""
         check_name("lora.name", asked.name or "")
         if len(weights.data) > HASHED_AT_ONCE:
             content, digest = await asyncio.to_thread(_content_of, weights, config)

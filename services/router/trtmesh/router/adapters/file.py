@@ -31,8 +31,6 @@ class _Model(BaseModel):
 
 
 class VersionModel(_Model):
-    """A version in the file."""
-
     version: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     format: Format
     size_bytes: Annotated[int, Field(ge=0)]
@@ -48,8 +46,6 @@ def _name(name: str) -> str:
 
 
 class AdapterModel(_Model):
-    """An adapter in the file."""
-
     id: Annotated[int, Field(ge=0, lt=2**64)]
     name: Annotated[str, AfterValidator(_name)]
     model: str = ""
@@ -59,8 +55,6 @@ class AdapterModel(_Model):
 
 
 class RegistryModel(_Model):
-    """The file."""
-
     revision: Annotated[int, Field(ge=0)]
     adapters: tuple[AdapterModel, ...]
 

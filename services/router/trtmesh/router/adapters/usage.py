@@ -49,7 +49,6 @@ class Usages:
         return usage
 
     def live(self, key: VersionKey) -> int:
-        """Live items with a version."""
         return usage.live if (usage := self._usages.get(key)) else 0
 
     def forget(self, keys: Collection[VersionKey]) -> None:

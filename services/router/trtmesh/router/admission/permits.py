@@ -162,7 +162,6 @@ class ModelQueue:
         return True
 
     async def wait(self, permit: Permit, priority: int) -> None:
-        """Waits in the queue."""
         heapq.heappush(self._waiting, (-priority, self._arrivals, permit))
         self._by_arrival.append((asyncio.get_running_loop().time(), permit))
         self._arrivals += 1

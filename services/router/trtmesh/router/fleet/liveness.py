@@ -51,7 +51,6 @@ class LivenessMonitor:
         return self._silent * TICK_SECONDS
 
     def heard(self) -> None:
-        """A message arrived."""
         self._silent = 0
 
     def submitted(self) -> None:
@@ -59,7 +58,6 @@ class LivenessMonitor:
         self._submitted += 1
 
     def on_load(self, load: pb.Load) -> None:
-        """A load report arrived."""
         if load.step_count != self._step_count or not self._busy:
             if self._busy and not self._was_silent:
                 # After a silence the step count shows a broken network, not a slow step.

@@ -208,7 +208,6 @@ class Worker(Replica):
         return self._liveness.silent_seconds
 
     def watch(self, watcher: StepWatcher) -> None:
-        """Tells `watcher` of each step from now on."""
         self._steps.watcher = watcher
 
     @property

@@ -109,7 +109,6 @@ class ItemHandoffs:
         return any(not handoff.runs for handoff in self._live)
 
     def holds(self, run: SequenceRun) -> bool:
-        """Whether a sequence has a handoff."""
         return self._of(run) is not None
 
     def without_worker(self, runs: list[SequenceRun]) -> list[SequenceRun]:
@@ -291,7 +290,6 @@ class ItemHandoffs:
                 self._moved(1, "paused", None)
 
     def on_settled(self, run: SequenceRun) -> None:
-        """A sequence is over."""
         if (handoff := self._of(run)) is None:
             return
         if run.ending is not None and run.ending.reason == pb.FINISH_REASON_HANDOFF:
@@ -377,7 +375,6 @@ class ItemHandoffs:
         return handoff
 
     def _of(self, run: SequenceRun) -> LiveHandoff | None:
-        """The handoff of a sequence."""
         for handoff in self._live:
             if run in handoff.runs:
                 return handoff

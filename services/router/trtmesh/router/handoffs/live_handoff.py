@@ -46,8 +46,6 @@ MOVES = frozenset({"drain", "role", "rebalance"})
 
 
 class HandoffOwner(Protocol):
-    """The item of a handoff."""
-
     def start_prefill(self, handoff: LiveHandoff, leg: Leg) -> None:
         """Submits the item to the sender, with the lease. `leg` has the booking."""
 
@@ -59,8 +57,6 @@ class HandoffOwner(Protocol):
 
 
 class EncodedPrompt(Protocol):
-    """The encoded prompt of an item."""
-
     @property
     def token_ids(self) -> Sequence[int]:
         """The tokens."""

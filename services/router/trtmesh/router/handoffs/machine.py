@@ -69,8 +69,6 @@ class Handoff:
 
 
 class Event(Enum):
-    """Events of a handoff."""
-
     RESERVED = "reserved"
     """The receiver reserved the blocks."""
     OFFERED = "offered"
@@ -96,8 +94,6 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """Actions of the router for a handoff."""
-
     RESERVE = "reserve"
     """Asks the receiver for blocks."""
     START_SENDER = "start_sender"

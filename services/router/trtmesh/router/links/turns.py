@@ -19,8 +19,6 @@ replica that answered must not wait behind hundreds of them."""
 
 
 class Turn:
-    """The turn of a replica."""
-
     def __init__(self, turns: ConnectTurns, *, is_doubtful: bool) -> None:
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_doubtful = is_doubtful

@@ -38,8 +38,6 @@ LEAST_MARGIN_SECONDS, MARGIN_PART = 0.5, 0.1
 
 @dataclass(frozen=True, slots=True)
 class StreamMove:
-    """A planned move of one stream."""
-
     run: SequenceRun
     batch_index: int
     tokens: int

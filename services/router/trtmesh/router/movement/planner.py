@@ -99,7 +99,6 @@ class Site:
         return self.total_blocks - self.used_blocks
 
     def move_seconds(self, tokens: int) -> float:
-        """Time of a move to here."""
         return tokens * self.transfer_seconds + self.handoff_seconds
 
 

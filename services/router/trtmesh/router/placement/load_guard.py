@@ -306,7 +306,6 @@ class LoadGuard:
         self._on_change()
 
     def take_report(self, report: Report) -> None:
-        """A load report arrived."""
         if report.step_count < self._steps:
             # A new process may have other rates.
             self.rates = Rates()

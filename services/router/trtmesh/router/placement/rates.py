@@ -337,7 +337,6 @@ class Typical:
 
 
 def typical_of(workers: Sequence[Rates], new_tokens: float | None) -> Typical:
-    """Summarizes the rates of workers."""
     return Typical(
         _median(w.prefill_rate.value for w in workers),
         _line([sums for w in workers if (sums := w.sums) is not None]),

@@ -22,8 +22,6 @@ class Role(Enum):
 
 
 class Phase(Enum):
-    """A phase of an item."""
-
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -33,8 +31,6 @@ PREFILL_PHASE, DECODE_PHASE = frozenset({Phase.PREFILL}), frozenset({Phase.DECOD
 
 
 class Capability(Enum):
-    """Abilities of a worker."""
-
     EXACT_RESUMPTION = "exact resumption"
     """Continues a sequence with the tokens that a worker of the same kind would have generated."""
     SINGLE_STOPS = "single stops"

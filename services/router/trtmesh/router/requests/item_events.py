@@ -55,7 +55,6 @@ class ItemEvents:
         *,
         with_prompt: bool,
     ) -> None:
-        """The first worker took the item."""
         self._of_model.tokens_in += len(token_ids)
         self._of_model.queue.observe(queue_seconds, trace_id=self._trace_id)
         self._of_model.prompt_tokens.observe(len(token_ids))
@@ -94,7 +93,6 @@ class ItemEvents:
         usage: pb.Usage,
         receipt: receipt_pb.SignedReceipt | None,
     ) -> None:
-        """All sequences ended."""
         self._put_finished(runs[-1].reason, usage, _metrics_of(runs), receipt)
         self._of_model.generated_tokens.observe(usage.generated_tokens)
         for run in runs:

@@ -115,7 +115,6 @@ class LiveRequest:
             self.client.close()
 
     def begin_next(self, on_over: Callable[[], None]) -> ItemRun:
-        """The next item, to be run."""
         requested, permit = self.waiting.popleft()
         run = ItemRun if self.context.trace is None else TracedItemRun
         item = run(self.context, requested, permit, on_over)

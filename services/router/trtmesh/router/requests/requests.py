@@ -184,7 +184,6 @@ class Requests:
         return live
 
     def ended(self, live: LiveRequest) -> None:
-        """Forgets a live request."""
         del self.live[live.owner.name, live.context.request_id]
         self.paused.discard(live)
         if live.gone is not None:
@@ -193,7 +192,6 @@ class Requests:
             self._empty.set()
 
     def find(self, owner: Identity, request_id: str) -> LiveRequest | None:
-        """The owner's live request of this id."""
         return self.live.get((owner.name, request_id))
 
     def find_all(self, request_id: str) -> list[LiveRequest]:

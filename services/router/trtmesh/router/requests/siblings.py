@@ -32,8 +32,6 @@ class PrefixGroup:
 
 
 class GroupMember:
-    """An item in a group."""
-
     def __init__(self, group: PrefixGroup, avoid: frozenset[str]) -> None:
         self._group = group
         self.leads = group.members == 1
@@ -65,8 +63,6 @@ class GroupMember:
 
 
 class Siblings:
-    """The groups of a request."""
-
     def __init__(self, max_together: int = MAX_TOGETHER) -> None:
         self._max_together = max_together
         self._groups: defaultdict[int, list[PrefixGroup]] = defaultdict(list)

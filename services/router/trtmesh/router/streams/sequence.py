@@ -259,7 +259,6 @@ class SequenceTimes:
         self.started = 0.0
 
     def on_tokens(self, count: int, now: float, metrics: ModelMetrics) -> None:
-        """Counts `count` tokens received at `now`."""
         metrics.tokens_out += count
         if self.last_token:
             gap = now - self.last_token
@@ -401,7 +400,6 @@ class SequenceRun(DecodedSequence):
 
     @property
     def waits_for_worker(self) -> bool:
-        """Whether the sequence needs a worker to continue."""
         return not self.over and self.assignment is None and self.ending is None
 
     @property

@@ -69,7 +69,6 @@ class HandoffState:
 
 
 def digest_of(token_ids: Sequence[int], adapter: Adapter | None) -> bytes:
-    """The digest of a prompt for an adapter."""
     of_adapter = None if adapter is None else (adapter.id, adapter.version)
     content = repr(of_adapter).encode() + b"\n" + array("I", token_ids).tobytes()
     return blake2b(content, digest_size=DIGEST_BYTES).digest()

@@ -31,8 +31,6 @@ Part = tuple[str, ...]
 
 @dataclass(slots=True)
 class Place:
-    """A place within an answer."""
-
     before: str = ""
     rest: str = ""
     """The text that may begin a marker."""

@@ -40,8 +40,6 @@ _UNPRINTABLE = re.compile(rb"[^\x20-\x24\x26-\x7e]")
 
 @dataclass(frozen=True, slots=True)
 class RequestHeaders:
-    """The headers of a call."""
-
     path: str
     metadata: Metadata
     timeout: float | None

@@ -86,7 +86,6 @@ class CommonCalls:
 
 
 def ended(end: Any) -> News:
-    """The end of a sequence."""
     matched = end.matched_token_id if end.HasField("matched_token_id") else None
     return News(cached_tokens=end.cached_tokens, reason=end.finish_reason, matched_id=matched)
 

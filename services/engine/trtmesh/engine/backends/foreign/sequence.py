@@ -39,8 +39,6 @@ class Figures:
 
 
 class ForeignSequence:
-    """A sequence from the submission to the end."""
-
     def __init__(
         self,
         item: Submission,

@@ -383,6 +383,5 @@ class SimulatedEngine:
             self._give_back_adapter(sequence)
 
     def _give_back_adapter(self, sequence: SimulatedSequence) -> None:
-        """Takes back a hold of a sequence."""
         if sequence.adapter:
             self._adapters.release(sequence.adapter)

@@ -89,7 +89,6 @@ class WrittenHandoffs(SimulatedHandoffs):
         super().leave(sequence, with_kv=with_kv)
 
     def _write(self, sequence: SimulatedSequence, first: int, last: int, layers: range) -> None:
-        """Writes blocks [first, last) of a sequence."""
         content, size = self._content, self._content.tokens_per_block
         if last <= first or not layers:
             return

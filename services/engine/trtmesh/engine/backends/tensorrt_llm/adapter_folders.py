@@ -33,7 +33,6 @@ class LockedFolder:
         self.path = new.rename(parent / f"{PREFIX}{new.name.removeprefix(NEW_PREFIX)}")
 
     def remove(self) -> None:
-        """Removes the directory with its files."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 

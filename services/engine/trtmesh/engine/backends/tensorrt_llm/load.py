@@ -35,7 +35,6 @@ class Row:
 
 
 def row_of(given: Mapping[str, Any]) -> Row:
-    """Reads a row."""
     cache = given.get("kvCacheStats") or {}
     batching = given.get("inflightBatchingStats") or {}
     return Row(

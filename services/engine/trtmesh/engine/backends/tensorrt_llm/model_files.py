@@ -39,8 +39,6 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model as its files describe it."""
-
     config: Mapping[str, Any]
     """config.json, of a model of several kinds of input the part about text."""
     vocabulary_size: int

@@ -323,7 +323,6 @@ class LiveItem:
 
 
 def sequences_of(item: Submission) -> list[LibrarySequence]:
-    """The sequences of a new item."""
     arrival = time.time_ns()
     return [
         LibrarySequence(

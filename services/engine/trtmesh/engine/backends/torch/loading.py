@@ -526,8 +526,6 @@ def _tokenizer_fingerprint(model_dir: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a model by settings."""
-
     blocks: int
     host_blocks: int
     max_sequence_tokens: int

@@ -48,7 +48,6 @@ def chunk(sequence: SequenceOutput, prompt_tokens: int) -> tpb.GenerateResponse:
 def complete(
     sequence: SequenceOutput, end: SequenceEnd, prompt: PromptOutput
 ) -> tpb.GenerateResponse:
-    """Everything of an ended sequence."""
     asked, kept = sequence.asked, sequence.sendable
     answer = tpb.GenerateComplete(
         output_token_ids=sequence.token_ids[:kept],

@@ -167,7 +167,6 @@ class GenerateCall:
 
 
 def _searches(asked: AskedGeneration, texts: Texts | None) -> Sequence[StopSearch | None]:
-    """A search for each sequence."""
     if not asked.stop_texts:
         return [None] * asked.sequences
     assert texts is not None

@@ -270,7 +270,6 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
 
 
 def _versions(held: Iterable[HeldAdapter]) -> Mapping[int, Sequence[str]]:
-    """The versions in memory of each adapter."""
     versions = defaultdict[int, list[str]](list)
     for each in held:
         if each.error is None:

@@ -127,7 +127,6 @@ class PoolDoor:
         self._listener.close()
 
     async def serve(self) -> None:
-        """Serves until cancelled."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as receivers:
             while True:

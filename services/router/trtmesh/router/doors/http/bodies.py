@@ -46,8 +46,6 @@ class BodyLimits:
 
 
 class Bodies:
-    """Receives the bodies of all requests."""
-
     def __init__(self, limits: BodyLimits, server: HttpServer, admission: MessageAdmission) -> None:
         self.limits = limits
         self._server = server

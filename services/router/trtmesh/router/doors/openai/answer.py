@@ -119,8 +119,6 @@ class Piece(NamedTuple):
 
 
 class Writer(Protocol):
-    """Writes an answer as a stream."""
-
     def text(self, choice: int, text: str) -> bytes:
         """The events of more text of a choice, and nothing else."""
 
@@ -135,8 +133,6 @@ class Writer(Protocol):
 
 
 class Gathered(Protocol):
-    """Gathers an answer."""
-
     def add(self, piece: Piece) -> None:
         """Takes a piece."""
 
@@ -304,8 +300,6 @@ class Frame:
 
 
 class WholeAnswer:
-    """An answer as one object."""
-
     def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
         self._wanted, self._form, self._frame = wanted, form, frame
         self._texts: list[list[str]] = [[] for _ in range(wanted.choices)]
@@ -339,8 +333,6 @@ class WholeAnswer:
 
 
 class StreamedAnswer:
-    """An answer as the events of a stream."""
-
     def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
         self._form, self._wanted = form, wanted
         self._around: dict[int, tuple[bytes, bytes]] = {}

@@ -58,8 +58,6 @@ class Reading:
 
 
 class AnswerParser:
-    """Reads one answer."""
-
     def __init__(self, reading: Reading, new_id: Callable[[int], str] = lambda _: "") -> None:
         """`new_id` names calls by their number."""
         self._reading, self._new_id = reading, new_id
@@ -322,7 +320,6 @@ class AnswerParser:
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
-    """Returns the name and arguments of a call, or None if the text is no call."""
     call = _loaded(text)
     if not isinstance(call, dict):
         return None

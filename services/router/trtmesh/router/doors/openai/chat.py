@@ -43,8 +43,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Chats(Choices):
-    """The endpoint."""
-
     path = "/v1/chat/completions"
     operation = CHAT
     id_prefix = "chatcmpl-"

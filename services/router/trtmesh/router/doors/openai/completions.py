@@ -26,8 +26,6 @@ MAX_TOKENS = 16
 
 
 class Completions(Choices):
-    """The endpoint."""
-
     path = "/v1/completions"
     operation = TEXT_COMPLETION
     id_prefix = "cmpl-"

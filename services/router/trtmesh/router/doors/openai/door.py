@@ -107,7 +107,6 @@ class OpenAi:
         self._metrics = metrics
 
     def register(self, port: HttpPort) -> None:
-        """Adds all paths."""
         self._bodies = port.bodies
         port.error_forms["v1"] = OpenAiForm()
         router = port.app.router

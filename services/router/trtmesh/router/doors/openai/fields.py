@@ -132,7 +132,6 @@ class Fields:
         return value
 
     def take_flag(self, name: str, *, default: bool = False) -> bool:
-        """Whether a field is true."""
         value = self.take(name, BOOLEAN)
         return default if value is None else bool(value)
 

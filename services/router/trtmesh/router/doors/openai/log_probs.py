@@ -30,7 +30,6 @@ class Scored:
 
 
 def scored(token_ids: Sequence[int], details: pb.TokenDetails) -> list[Scored]:
-    """The tokens with their log-probabilities."""
     tops = [list(zip(top.token_ids, top.log_probs, strict=True)) for top in details.top_log_probs]
     each = zip(token_ids, details.log_probs, strict=True)
     return [Scored(token, tops[place] if tops else ()) for place, token in enumerate(each)]
@@ -83,8 +82,6 @@ class TokenTexts:
 
 
 def chat_shape(tokens: Sequence[Scored], texts: TokenTexts) -> dict[str, Any]:
-    """The shape of chats."""
-
     def entry(candidate: Candidate) -> dict[str, Any]:
         token_id, log_prob = candidate
         told = {"token": texts.of(token_id), "logprob": max(log_prob, LEAST)}

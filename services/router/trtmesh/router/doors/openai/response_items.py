@@ -61,7 +61,6 @@ class Items:
         self._open: _Open | None = None
 
     def say(self, said: AnswerPart, log_probs: Sequence[Any] = ()) -> Iterator[Event]:
-        """Yields the events of a part."""
         match said:
             case Content(text):
                 yield from self._text("output_text", text, log_probs)
@@ -133,8 +132,6 @@ def _new_id(kind: str) -> str:
 
 
 class _ItemAnswer:
-    """The state of an incomplete answer."""
-
     def __init__(self, wanted: Wanted, frame: Frame) -> None:
         self._wanted, self._frame = wanted, frame
         self._items = Items()
@@ -246,8 +243,6 @@ class ResponseEvents(_ItemAnswer):
 
 
 class GatheredResponse(_ItemAnswer):
-    """Gathers an answer."""
-
     def __init__(self, wanted: Wanted, frame: Frame) -> None:
         super().__init__(wanted, frame)
         self._pieces: list[Piece] = []

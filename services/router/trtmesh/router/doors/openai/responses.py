@@ -68,8 +68,6 @@ REPEATED = ("instructions", "max_output_tokens", "tool_choice", "tools", "text",
 
 
 class StatelessResponses:
-    """The endpoint."""
-
     path = "/v1/responses"
     operation = CHAT
     id_prefix = "resp_"

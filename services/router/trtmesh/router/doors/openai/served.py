@@ -58,7 +58,6 @@ class ServedModels:
         return Served(model, model)
 
     def describe(self, served: Served) -> dict[str, Any]:
-        """A model as described by the API."""
         described = {
             "id": served.name,
             "object": "model",

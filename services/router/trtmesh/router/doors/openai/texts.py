@@ -35,7 +35,6 @@ class TextPaths:
         self._reports_unknown = reports_unknown
 
     def register(self, port: HttpPort) -> None:
-        """Adds the paths."""
         tokenize = partial(self._serve, port.bodies, _read_text, self._tokenize)
         detokenize = partial(self._serve, port.bodies, _read_ids, self._detokenize)
         for path, handler, told in (

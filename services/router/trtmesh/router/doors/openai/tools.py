@@ -42,8 +42,6 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request."""
-
     told: Sequence[Mapping[str, Any]]
     """All of them, as the template gets them."""
     callable: Sequence[Tool]

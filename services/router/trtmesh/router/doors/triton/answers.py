@@ -112,7 +112,6 @@ class Answers:
         return len(self._over) == len(self.rows)
 
     def see(self, waiting: Sequence[Waiting]) -> None:
-        """Collects events."""
         for entry in waiting:
             if isinstance(entry, WaitingTokens):
                 index = entry.batch_index
@@ -249,7 +248,6 @@ class PlainText:
         """Error of the row."""
 
     def see(self, waiting: Sequence[Waiting]) -> None:
-        """Collects events."""
         for entry in waiting:
             if isinstance(entry, WaitingTokens):
                 self._texts += entry.texts

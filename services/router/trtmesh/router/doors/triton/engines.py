@@ -14,8 +14,6 @@ from trtmesh.v1 import engine_pb2 as engine_pb
 
 
 class Engines:
-    """Reads the fleet."""
-
     def __init__(self, fleet: Fleet, requests: Requests) -> None:
         self._fleet = fleet
         self._requests = requests

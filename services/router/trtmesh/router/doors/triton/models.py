@@ -81,7 +81,6 @@ def _own(own: T | None, default: T) -> T:
 
 
 def describe_metadata(model: Model) -> grpc_service_pb2.ModelMetadataResponse:
-    """The answer of ModelMetadata."""
     response = grpc_service_pb2.ModelMetadataResponse(
         name=model.name, versions=[MODEL_VERSION], platform=model.template.backend or "ensemble"
     )
@@ -103,7 +102,6 @@ def _declared(specs: Iterable[S], model: Model) -> Iterator[tuple[S, Declaration
 
 
 def describe_config(model: Model) -> model_config_pb2.ModelConfig:
-    """The answer of ModelConfig."""
     config = model_config_pb2.ModelConfig(
         name=model.name,
         backend=model.template.backend,

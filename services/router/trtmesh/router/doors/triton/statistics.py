@@ -195,7 +195,6 @@ class Statistics:
         )
 
     def describe(self, models: Iterable[Model]) -> list[grpc_service_pb2.ModelStatistics]:
-        """The counts of models."""
         counts = self.counts()
         return [_described(model.name, counts.get(model.name, Counts())) for model in models]
 

@@ -93,7 +93,6 @@ class InputTensor:
         return math.prod(self.shape[1:])
 
     def row(self, index: int) -> Any:
-        """The elements of a row of the batch."""
         size = self.row_length
         return self.elements[index * size : (index + 1) * size]
 

@@ -58,5 +58,4 @@ class Triton:
         runtime.more_metrics = server.metrics(engines.figures).text
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the gRPC methods."""
         self._door.register(server)

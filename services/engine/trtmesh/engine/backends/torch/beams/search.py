@@ -82,8 +82,6 @@ EndAfter = Callable[[Hypothesis, int], End | None]
 
 
 class Beams:
-    """The beams of an item."""
-
     def __init__(
         self,
         asked: vocabulary.BeamSearch,

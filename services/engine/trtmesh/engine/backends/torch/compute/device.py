@@ -61,8 +61,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A chunk with drafts."""
-
     chunk: Chunk
     logits: Tensor
     """After each draft, [drafts, vocabulary]."""
@@ -186,7 +184,6 @@ class Device(ABC):
 
     @property
     def copies_blocks(self) -> CopiesBlocks:
-        """Copies blocks of the KV cache."""
         return copy_blocks
 
     @abstractmethod

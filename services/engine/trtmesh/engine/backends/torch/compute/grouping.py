@@ -68,7 +68,6 @@ class Grouping:
         self._wide = torch.empty(0, dtype=dtype, device=self._device)
 
     def groups(self, step: StepTokens, window: int | None) -> list[Group]:
-        """The groups of a step for layers with this sliding window."""
         groups = self._copied_groups(step) if window is None else []
         if not groups:
             lengths = step.starts[: step.singles] + 1
@@ -111,7 +110,6 @@ class Grouping:
         return groups
 
     def _group_end(self, blocks: Rows, first: int) -> int:
-        """The end of the group beginning at `first`."""
         shape = self._cache.shape
         block_bytes = shape.kv_heads * self._cache.tokens_per_block * shape.head_dim
         block_bytes *= self._dtype.itemsize

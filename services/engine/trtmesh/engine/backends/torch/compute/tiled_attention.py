@@ -52,8 +52,6 @@ class _Group:
 
 
 class TiledAttention(CachedAttention):
-    """Reads tiles."""
-
     def __init__(self, cache: KvCache, tables: BlockTables) -> None:
         super().__init__(cache)
         self._tables = tables.rows

@@ -44,7 +44,6 @@ class ChunkGraphs(Graphs[ChunkInputs]):
         ruled.capture(most, self._kept)
 
     def takes(self, chunks: SequenceOf[Chunk]) -> bool:
-        """Whether graphs can compute chunks."""
         adapted = self.take_adapters
         return self.are_captured and all(
             needs_only_tokens(chunk, adapted=adapted) and not chunk.drafts for chunk in chunks

@@ -136,7 +136,6 @@ class DecodeGraphs(Graphs[StepInputs]):
         return self._share is not None
 
     def takes(self, chunk: Chunk) -> bool:
-        """Whether a graph can compute a chunk."""
         return (
             self.are_captured
             and chunk.count == 1

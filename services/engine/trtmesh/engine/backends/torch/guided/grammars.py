@@ -192,7 +192,6 @@ class Guide:
         return is_made
 
     def _follow(self, tokens: SequenceOf[int], until: float) -> bool:
-        """Returns whether all tokens were followed."""
         while self._next < len(tokens):
             self._has_mask = False
             # Token by token: with many readings of the text, a token may take milliseconds.

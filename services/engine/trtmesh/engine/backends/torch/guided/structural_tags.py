@@ -65,8 +65,6 @@ class Expression(NamedTuple):
 
 
 class TagGrammar(NamedTuple):
-    """A grammar of llguidance."""
-
     text: str
     is_ambiguous: bool
     """Whether a text may have many readings under it."""
@@ -312,7 +310,6 @@ class Writer:
         return self._free[texts]
 
     def _row(self, parts: Sequence[Expression]) -> Expression:
-        """Returns a sequence of parts."""
         if all(part.is_regular for part in parts):
             return Expression(" ".join(part.text for part in parts), is_regular=True)
         texts = []
@@ -322,7 +319,6 @@ class Writer:
         return Expression(" ".join(texts), is_regular=False)
 
     def _or(self, parts: Any) -> Expression:
-        """Any of the parts."""
         every = list(parts)
         is_regular = all(part.is_regular for part in every)
         texts = [part.text if is_regular else self._named(part) for part in every]
@@ -341,7 +337,6 @@ class Writer:
         return self._name(part.text)
 
     def _name(self, text: str) -> str:
-        """Returns the name of an expression."""
         if text not in self._names:
             self._names[text] = self._define("T", "", text).text
         return self._names[text]

@@ -87,7 +87,6 @@ ROUTERS = _codes(mixtral.MixtralTopKRouter, qwen3_moe.Qwen3MoeTopKRouter)
 
 
 def replace_layers(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replaces the submodules of `model` with a known replacement."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             new = replacement(child)

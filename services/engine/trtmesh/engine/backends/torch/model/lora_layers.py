@@ -103,8 +103,6 @@ class AdaptedLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room for adapters on a device."""
-
     max_rank: int
     slots: int
     products: Callable[[Collection[UpdateTable]], Products]
@@ -125,8 +123,6 @@ class Layer(NamedTuple):
 
 
 class DeviceAdapters:
-    """The adapters on the device, in slots."""
-
     def __init__(
         self,
         tables: Mapping[Place, UpdateTable],

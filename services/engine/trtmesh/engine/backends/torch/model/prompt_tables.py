@@ -28,8 +28,6 @@ from trtmesh.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class PromptTable:
-    """The prompt table of an item."""
-
     rows: Tensor | None
     """[rows, hidden size] on the model's device, as the layers take them; None where the item has only extra ids."""
     digest: bytes

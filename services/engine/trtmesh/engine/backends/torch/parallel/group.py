@@ -22,8 +22,6 @@ TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a process among the ranks."""
-
     rank: int
     ranks: int
 
@@ -54,7 +52,6 @@ class RankGroup:
         return lowest
 
     def wait(self) -> None:
-        """Waits for all ranks."""
         self.least([0])
 
     def share(self, tensor: Tensor) -> None:

@@ -103,8 +103,6 @@ def _among_choosable(sequence: Continuation, row: Tensor, filters: Filters) -> T
 
 
 class Chooser:
-    """Chooses tokens."""
-
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
         self._filters = Filters(ordering)
@@ -157,8 +155,6 @@ class Chooser:
 
 
 class TokenChoice(Protocol):
-    """The tokens of the rows of a step."""
-
     @property
     def token_ids(self) -> list[int]:
         """Set by `read`."""

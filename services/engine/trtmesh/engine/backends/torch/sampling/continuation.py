@@ -95,7 +95,6 @@ class Continuation:
 
     @property
     def top_p(self) -> float:
-        """The `top_p` of the next token."""
         if self.history is not None and self.history.top_p is not None:
             return self.history.top_p.value
         top_p = self.token_rules.sampling.top_p

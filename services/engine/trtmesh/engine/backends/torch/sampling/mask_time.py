@@ -141,7 +141,6 @@ class MaskThreads:
         self._leave([job for job in others if id(job.guide.automaton) in automata])
 
     def _leave(self, jobs: Sequence[_Job]) -> None:
-        """Leaves masks to the threads."""
         if not jobs:
             return
         for job in jobs:

@@ -70,8 +70,6 @@ UNSUPPORTED: Mapping[str, str] = {
 
 
 class TritonDoor:
-    """Serves the Triton models."""
-
     def __init__(self, server: TritonServer, callers: Callers) -> None:
         self._server = server
         self._callers = callers
@@ -247,8 +245,6 @@ class _InferStream:
 
 
 class _Responses(Sink[Answer]):
-    """The responses to one request of a stream."""
-
     def __init__(
         self, stream: _InferStream, writer: ResponseWriter, wording: ErrorWording, empty_final: Any
     ) -> None:

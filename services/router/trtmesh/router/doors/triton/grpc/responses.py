@@ -40,8 +40,6 @@ RESPONSE_TAG = _tag("ModelStreamInferResponse", "infer_response")
 
 
 class ResponseWriter:
-    """Writes the responses of one request."""
-
     def __init__(self, model: str, request_id: str) -> None:
         self._model = model
         self._request_id = request_id

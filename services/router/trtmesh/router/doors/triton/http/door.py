@@ -104,8 +104,6 @@ class HttpDoor:
             app.router.add_route("*", path, _refuse(feature))
 
     def _of_path(self, serve: Callable[[web.Request, Model], Serving]) -> Handler:
-        """The handler that serves the model of the path."""
-
         async def handle(request: web.Request) -> web.StreamResponse:
             return await serve(request, self._server.find_model(*model_of(request)))
 

@@ -30,8 +30,6 @@ BINARY_SIZE = "binary_data_size"
 
 @dataclass(slots=True)
 class BinaryOutputs:
-    """The outputs requested as binary data."""
-
     default: bool = False
     named: dict[str, bool] = field(default_factory=dict)
 

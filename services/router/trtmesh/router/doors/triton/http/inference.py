@@ -197,8 +197,6 @@ class _EventStream:
 
 
 class _Events(Sink[Answer]):
-    """The events of the answers to a call."""
-
     def __init__(
         self, stream: _EventStream, written: Callable[[Sequence[Output]], Awaitable[bytes]]
     ) -> None:

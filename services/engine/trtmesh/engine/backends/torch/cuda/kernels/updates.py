@@ -302,8 +302,6 @@ def _expand(
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """The updates of a layer in a step."""
-
     tiles: Tiles
     parts: Sequence[Factors]
 
