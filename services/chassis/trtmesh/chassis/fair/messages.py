@@ -187,6 +187,11 @@ class ReceivedMessage:
         self._begun = False
         self.size = size
 
+    @property
+    def is_large(self) -> bool:
+        """Whether a thread reads it, maybe behind those of others."""
+        return self.size >= LARGE_BYTES
+
     def admitted(self) -> AbstractContextManager[object]:
         """Returns the block for reading the message and serving the request. Entering raises the refusal of a large
         message without room."""
@@ -194,10 +199,10 @@ class ReceivedMessage:
 
     async def read(self, parse: Parse[T]) -> T:
         """Returns the request made from the message by `parse`."""
-        if self.size < LARGE_BYTES:
-            self._begun = True
-            return parse(is_large=False)
-        return await self.run(partial(parse, is_large=True))
+        if self.is_large:
+            return await self.run(partial(parse, is_large=True))
+        self._begun = True
+        return parse(is_large=False)
 
     async def run(self, work: Callable[[], T], weight: int = 1) -> T:
         """Returns the result of a step of the request, which costs `weight` times the parsing of the message."""

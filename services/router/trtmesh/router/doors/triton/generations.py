@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import DeadlineExceeded, TrtmeshError
-from trtmesh.chassis.fair.messages import LARGE_BYTES, ReceivedMessage
+from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.router.callers.identity import Identity
@@ -122,7 +122,7 @@ class Generations:
     ) -> AbstractContextManager[None]:
         """The block in which a request is read and served: a stop reaches it from here on. A small one needs none, as
         it is read at once."""
-        may_be = name and message.size >= LARGE_BYTES
+        may_be = name and message.is_large
         return self._arriving(message, (owner.name, name)) if may_be else nullcontext()
 
     @contextmanager
