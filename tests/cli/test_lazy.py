@@ -37,9 +37,9 @@ def test_the_help_of_a_group_is_that_of_its_commands(command: LazyCommand) -> No
 @pytest.mark.parametrize(
     ("words", "most", "without"),
     [
-        ("--help", 8, {"grpc", "google.protobuf", "pydantic", "asyncio"}),
+        ("--help", 9, {"grpc", "google.protobuf", "pydantic", "asyncio"}),
         ("bench serve --help", 42, {"rich", "pydantic", "google.protobuf", "trtmesh.client"}),
-        ("status --admin 127.0.0.1:1", 52, {"trtmesh.router", "trtmesh.tools", "yaml"}),
+        ("status --admin 127.0.0.1:1", 53, {"trtmesh.router", "trtmesh.tools", "yaml"}),
         ("keys list --file /nonexistent", 58, {"trtmesh.tools", "trtmesh.engine"}),
         ("convert /nonexistent", 51, {"trtmesh.router", "trtmesh.engine", "yaml"}),
     ],

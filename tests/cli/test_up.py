@@ -18,6 +18,7 @@ from cli.commands import (
     STOP_SECONDS,
     TRTMESH,
     Stack,
+    run_program,
     running,
     running_stack,
     start_command,
@@ -170,6 +171,31 @@ def test_second_ctrl_c_ends_everything_at_once(shape: tuple[str, ...]) -> None:
             stack.signal(signal.SIGINT)
             assert stack.wait() == 130
             assert stack.left_nothing()
+
+
+STUBBORN = """
+import asyncio, os, signal
+from trtmesh.cli import supervisor
+from trtmesh.cli.session import run
+
+async def start(stack):
+    while True:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+
+supervisor.Stack.start = start
+supervisor.KILL_AFTER_SECONDS = 0.01
+run(supervisor.supervise({}, None))
+"""
+
+
+def test_second_ctrl_c_waits_for_nothing_that_does_not_end(tmp_path: Path) -> None:
+    ended = run_program(STUBBORN, tmp_path)
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.stderr
 
 
 def test_killed_processes_are_restarted_on_their_ports() -> None:
@@ -420,10 +446,26 @@ def test_unwritable_logs_are_reported_as_lost(tmp_path: Path) -> None:
     assert "Traceback" not in "".join(stack.err)
 
 
+IN_A_CALLBACK = """
+class Ending:
+    def __del__(self):
+        import os, signal
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            pass
+Ending()
+"""
+"""Where Python would print a KeyboardInterrupt and go on: in destructors and callbacks, one for each import."""
+
+
 @pytest.mark.parametrize("imported", ["typer", "rich"])
-def test_ctrl_c_while_the_command_loads_is_quiet(tmp_path: Path, imported: str) -> None:
+@pytest.mark.parametrize(
+    "program", ["import os, signal; os.kill(os.getpid(), signal.SIGINT)", IN_A_CALLBACK]
+)
+def test_ctrl_c_while_the_command_loads_is_quiet(
+    tmp_path: Path, imported: str, program: str
+) -> None:
     """With the application, or with the module of the command."""
-    program = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     (tmp_path / f"{imported}.py").write_text(program)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     result = trtmesh("up", env={"PYTHONPATH": path})

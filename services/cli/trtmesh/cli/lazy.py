@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import typer
+from trtmesh.cli.interrupts import ending_at_once
 from trtmesh.cli.plain_help import CommandGroup, PlainCommand, PlainGroup
 from typer.core import TyperCommand
 from typer.main import get_group
@@ -28,11 +29,9 @@ class LazyCommand(TyperCommand):
         super().__init__(name, help=help_text, rich_help_panel=panel)
 
     def load(self) -> Any:
-        try:
-            # Up to half a second: here, too, Ctrl-C ends the command quietly.
+        # Up to half a second.
+        with ending_at_once():
             found = getattr(import_module(self.module), self._attribute)
-        except KeyboardInterrupt:
-            raise SystemExit(130) from None
         alone = CommandGroup()
         if isinstance(found, typer.Typer):
             alone.add_typer(found)

@@ -1,14 +1,12 @@
 """The `trtmesh` command."""
 
-import trtmesh.chassis.environment  # noqa: F401 - gRPC reads the environment when it is first imported
+from trtmesh.cli.interrupts import ending_at_once
 
 
 def main() -> None:
-    try:
-        # During imports, too, Ctrl-C ends the command quietly.
+    with ending_at_once():
+        import trtmesh.chassis.environment  # noqa: F401 - gRPC reads the environment when it is first imported
         from trtmesh.cli.app import app
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     try:
         app(prog_name="trtmesh")
     except ModuleNotFoundError as error:

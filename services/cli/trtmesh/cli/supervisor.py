@@ -18,7 +18,7 @@ from trtmesh.cli.mesh_settings import Flags, config_file_of, load_mesh_settings
 from trtmesh.cli.output import say
 from trtmesh.cli.plan import Plan
 from trtmesh.cli.session import INTERRUPTED, OK
-from trtmesh.cli.stack import Stack
+from trtmesh.cli.stack import KILL_AFTER_SECONDS, Stack
 from trtmesh.cli.stacks import StackFile, stack_file
 from trtmesh.cli.starting import progress
 from trtmesh.cli.temporary_ca import temporary_ca
@@ -97,6 +97,8 @@ class _Supervision:
         else:
             self._killed = True
             self._stack.kill()
+            # Whatever does not end by then: nothing of this process is needed any more.
+            asyncio.get_running_loop().call_later(KILL_AFTER_SECONDS, os._exit, INTERRUPTED)
 
 
 @contextmanager
