@@ -10,6 +10,7 @@ from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
 from trtmesh.chassis.errors import AdapterNotFound, Draining
 from trtmesh.client import ItemResult
 from trtmesh.router.requests import placer
+from trtmesh.router.requests.item import ItemRun
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -63,3 +64,28 @@ async def test_started_item_waits_for_a_worker_that_brings_its_adapter_back(
         await two.step((moved.handle, 1, [7]), ends=[(moved.handle, LENGTH)])
         (item,) = await asked
         assert item.token_ids == (6, 7)
+
+
+async def test_items_cancelled_before_their_turn_use_their_adapter_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a removed version would stay on its workers."""
+    waiting: list[ItemRun] = []
+
+    async def wait_for_ever(item: ItemRun) -> None:
+        waiting.append(item)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ItemRun, "_turn", wait_for_ever)
+    one, two = engines()
+    async with fleet(one, two, retries=PATIENT) as on:
+        workers, router, key = on.engines, on.client.router, (NUMBER, VERSION)
+        await workers[0].tell_adapter(*key)
+        await eventually(
+            lambda: any(key in each.adapters.held for each in router._fleet.snapshot())
+        )
+        asked = on.ask([5], [6], adapter=ADAPTER)
+        await eventually(lambda: len(waiting) == 2)
+        asked.cancel()
+        await eventually(lambda: not router._requests.live)
+        assert router._adapters.usages.live(key) == 0

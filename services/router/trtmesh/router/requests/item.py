@@ -140,11 +140,12 @@ class ItemRun:
                 await self._turn()
             raise
         self.encode_seconds = loop.time() - began
+        if self._encoded.adapter is not None:
+            # Before any await: its end is told however the item ends.
+            self._mesh.adapters.began(self._encoded.adapter)
         if context.siblings is not None:
             # A tokenizer answers hundreds in one message.
             await self._turn()
-        if self._encoded.adapter is not None:
-            self._mesh.adapters.began(self._encoded.adapter)
         if context.bucket is not None and not self._resumed:
             context.bucket.spend(self.prompt_tokens, loop.time())
 
