@@ -1,5 +1,5 @@
-"""A mesh for random faults: two routers, one of them with a tokenizer inside, two tokenizers, engines (one under two
-addresses), and a proxy in front of each tokenizer and engine."""
+"""A mesh for random faults: two routers, engines (one under two addresses), and two tokenizers, which one of the routers
+has beside one inside; or none, and each router has the only one inside. A proxy is in front of each tokenizer and engine."""
 
 from __future__ import annotations
 
@@ -39,9 +39,19 @@ ENGINE = (
     *("--simulated-timing-step-ms", "16"),
 )
 
-MIXED = ("mixed", "mixed")
-SPLIT = ("prefill", "decode", "decode")
-"""Roles of engines."""
+
+@dataclass(frozen=True)
+class Shape:
+    """What a mesh consists of beside its routers."""
+
+    roles: tuple[str, ...]
+    """Of the engines."""
+    tokenizers: int = 2
+
+
+MIXED = Shape(("mixed", "mixed"))
+SPLIT = Shape(("prefill", "decode", "decode"))
+INSIDE_ALONE = Shape(MIXED.roles, tokenizers=0)
 
 ROUTER = (
     # Every lost process comes back.
@@ -77,7 +87,7 @@ class Peer:
     @property
     def has_tokenizer(self) -> bool:
         """Whether it is a router with a tokenizer inside."""
-        return any(each.startswith("local,") for each in self.flags)
+        return any(each.split(",")[0] == "local" for each in self.flags)
 
     def mend(self) -> None:
         for proxy in self.proxies:
@@ -87,10 +97,10 @@ class Peer:
 class FaultyMesh:
     """Processes and their faults; made by `faulty_mesh`."""
 
-    def __init__(self, stack: AsyncExitStack, roles: Sequence[str]) -> None:
+    def __init__(self, stack: AsyncExitStack, shape: Shape) -> None:
         self._processes: dict[int, AsyncExitStack] = {}
         self._stack = stack
-        self._roles = roles
+        self._shape = shape
         self.engines: list[Peer] = []
         self.tokenizers: list[Peer] = []
         self.routers: list[Peer] = []
@@ -101,16 +111,21 @@ class FaultyMesh:
             "freeze an engine": self._freeze_engine,
             "drain an engine": self._drain_engine,
             "drain an engine by an admin": self._drain_by_admin,
-            **({"change a role": self._change_role} if roles is SPLIT else {}),
-            "kill a tokenizer": self._kill_tokenizer,
-            "freeze a tokenizer": self._freeze_tokenizer,
-            "drain a tokenizer": self._drain_tokenizer,
+            **({"change a role": self._change_role} if shape is SPLIT else {}),
+            **(self._tokenizer_faults() if shape.tokenizers else {}),
             "kill a router": self._kill_router,
             "drain a router": self._drain_router,
             "delay a link": self._delay,
             "silence a link": self._silence,
             "cut a link": self._cut,
             "half close a link": self._half_close,
+        }
+
+    def _tokenizer_faults(self) -> Mapping[str, Callable[[random.Random], Awaitable[None]]]:
+        return {
+            "kill a tokenizer": self._kill_tokenizer,
+            "freeze a tokenizer": self._freeze_tokenizer,
+            "drain a tokenizer": self._drain_tokenizer,
         }
 
     @property
@@ -122,11 +137,12 @@ class FaultyMesh:
         tokenizer = ("--model-dir", str(DEMO))
         started = [
             self._start("engine", (*ENGINE, "--worker", f"engine-{number}", "--role", role))
-            for number, role in enumerate(self._roles)
+            for number, role in enumerate(self._shape.roles)
         ]
-        started += [self._start("tokenizer", tokenizer) for _ in range(2)]
+        started += [self._start("tokenizer", tokenizer) for _ in range(self._shape.tokenizers)]
         peers = await asyncio.gather(*started)
-        self.engines, self.tokenizers = peers[:-2], peers[-2:]
+        count = len(self._shape.roles)
+        self.engines, self.tokenizers = peers[:count], peers[count:]
         for peer in (*peers, self.engines[0]):
             proxy = await self._stack.enter_async_context(proxy_to(peer.address))
             peer.proxies.append(proxy)
@@ -134,7 +150,7 @@ class FaultyMesh:
         self.routers = await asyncio.gather(
             *(
                 self._start("router", (*ROUTER, "--engines", engines, "--tokenizers", each), INSIDE)
-                for each in (beside, f"local,{beside}")
+                for each in ((beside, f"local,{beside}") if beside else ("local", "local"))
             )
         )
         await self.settle()
@@ -255,7 +271,7 @@ class FaultyMesh:
                 await admin.set_worker_role(proxy.address, draw.choice(["prefill", "decode"]))
                 await asyncio.sleep(seconds)
             with suppress(Unavailable, DeadlineExceeded, NotFound):
-                await admin.set_worker_role(proxy.address, self._roles[number])
+                await admin.set_worker_role(proxy.address, self._shape.roles[number])
 
     async def _drain_tokenizer(self, draw: random.Random) -> None:
         await self._end_one(self.tokenizers, signal.SIGTERM, draw)
@@ -329,9 +345,9 @@ def _addresses(peers: list[Peer]) -> str:
 
 
 @asynccontextmanager
-async def faulty_mesh(roles: Sequence[str] = MIXED) -> AsyncIterator[FaultyMesh]:
+async def faulty_mesh(shape: Shape) -> AsyncIterator[FaultyMesh]:
     """Starts a mesh and waits until ready; kills the processes on exit."""
     async with AsyncExitStack() as stack:
-        mesh = FaultyMesh(stack, roles)
+        mesh = FaultyMesh(stack, shape)
         await mesh.start()
         yield mesh

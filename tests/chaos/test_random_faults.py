@@ -1,5 +1,5 @@
-"""Random overlapping faults under random streams; `make chaos SEEDS=0-99` runs more seeds, and a fleet without roles
-too.
+"""Random overlapping faults under random streams, with tokenizers inside routers and beside them, and inside alone;
+`make chaos SEEDS=0-99` runs more seeds, and a fleet with tokenizers but without roles too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from chaos.faulty_mesh import MIXED, SPLIT, FaultyMesh, faulty_mesh
+from chaos.faulty_mesh import INSIDE_ALONE, MIXED, SPLIT, FaultyMesh, faulty_mesh
 from chaos.fragile import contents
 from e2e.mesh import StreamReader
 from trtmesh.client import Client
@@ -33,7 +33,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         asked: str | None = metafunc.config.getoption("--seeds", default=None)
         metafunc.parametrize("seed", seeds(asked or SEEDS))
         # The faults of engines with roles are those of the others and one more.
-        fleets = {"mixed": MIXED, "roles": SPLIT} if asked else {"roles": SPLIT}
+        fleets = {"mixed": MIXED} if asked else {}
+        fleets |= {"roles": SPLIT, "inside alone": INSIDE_ALONE}
         metafunc.parametrize(
             "mesh", fleets.values(), ids=fleets.keys(), indirect=True, scope="module"
         )
@@ -100,7 +101,8 @@ async def suffer(
 ) -> float:
     """Runs the requests of the clients under faults, all at times drawn in advance; a share is cancelled. Returns the
     worst stall in seconds."""
-    expected = [contents(await clients[0].complete(p, **options)) for p, options in requests]
+    undisturbed = await asyncio.gather(*(clients[0].complete(p, **own) for p, own in requests))
+    expected = [contents(each) for each in undisturbed]
     opens = sorted((draw.uniform(0, LAST_SECONDS), each) for each in range(len(requests)))
     ends = [draw.uniform(0, 0.5) if draw.random() < cancelled else None for _ in requests]
     suffered = sorted(
