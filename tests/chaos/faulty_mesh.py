@@ -1,5 +1,6 @@
-"""A mesh for random faults: two routers, engines (one under two addresses), and two tokenizers, which one of the routers
-has beside one inside; or none, and each router has the only one inside. A proxy is in front of each tokenizer and engine."""
+"""A mesh for random faults: two routers and engines, one under two addresses. Two tokenizers serve both routers, one of
+which has another inside; or each router has its only one inside. A proxy is in front of each tokenizer and engine.
+"""
 
 from __future__ import annotations
 
