@@ -30,11 +30,13 @@ from trtmesh.chassis.forwarding import Receive
 from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.chassis.rpc import ServedContext
 from trtmesh.chassis.spellings import Speller
+from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.decoding.states import DecodeSequence
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
 from trtmesh.tokenizer.encoding import EncodeRequest, Outcome, encode_batch
 from trtmesh.tokenizer.router_stream import RouterStream, StreamLimits
 from trtmesh.v1 import tokenizer_pb2 as pb
+from trtmesh.v1.chat_pb2 import Chat
 
 FAMILIES = ["byte_level_bpe", "llama2_bpe", "unigram_byte_fallback", "word_piece"]
 
@@ -434,6 +436,21 @@ async def test_unknown_command_ends_the_stream(link: Link) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="does not know command") as raised:
         await link.call.read()
     assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_defect_in_a_conversation_is_its_answer(
+    link: Link, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[LogLine]]
+) -> None:
+    async def broken(_renderer: ChatRenderer, _chat: Chat) -> str:
+        raise OSError("defect")
+
+    monkeypatch.setattr(ChatRenderer, "render", broken)
+    command = pb.TokenizerCommand(encode=pb.EncodeCommand(handle=1, chat=Chat(messages="[]")))
+    encoded = await link.encode(command)
+    assert (encoded.handle, encoded.error.reason) == (1, "INTERNAL")
+    assert "OSError: defect" in encoded.error.message
+    assert [line.message for line in logged()] == ["unexpected error in an encode"]
+    assert (await link.encode(encode(2, CORPUS[0]))).token_ids
 
 
 async def test_half_closed_stream_still_gets_its_answers(link: Link) -> None:

@@ -68,6 +68,20 @@ HARMONY: dict[str, Any] = {
     },
 }
 """gpt-oss, which leaves out what is in no channel."""
+QWEN: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|im_end|>"},
+    },
+}
+"""Qwen 2.5, whose calls say their names in JSON."""
 
 PIECES = {
     "gemma": (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from forked_children import fork_children
 from forks import fork_server
-from tokenizer.chat.response_templates import COMMON, GEMMA, HARMONY, PIECES, QWEN_CODER
+from tokenizer.chat.response_templates import COMMON, GEMMA, HARMONY, PIECES, QWEN, QWEN_CODER
 from tokenizer.serving import served
 from tokenizer.tokenizers_zoo import byte_level_bpe, save_model_dir
 from transformers.utils.chat_parsing import parse_response
@@ -176,6 +176,20 @@ REAL: list[tuple[Any, str, str, list[tuple[str, Any]]]] = [
             'to=functions.get <|constrain|>json<|message|>{"a": 1}<|call|>'
         ),
         [("reasoning", "Hm."), ("call", ("get", {"a": 1}))],
+    ),
+    (
+        QWEN,
+        "<|im_start|>assistant\n",
+        '<tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call><|im_end|>',
+        [("call", ("get", {"a": 1}))],
+    ),
+    *(
+        # Half of a surrogate pair is no text.
+        (QWEN, "<|im_start|>assistant\n", call, [("content", call)])
+        for call in (
+            r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>',
+            r'<tool_call>{"name": "get", "arguments": {"a": "\ud83d"}}</tool_call>',
+        )
     ),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,7 +11,13 @@ from functools import partial
 from operator import attrgetter
 
 from trtmesh.chassis.error_wire import to_proto
-from trtmesh.chassis.errors import Draining, InvalidRequest, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.errors import (
+    Draining,
+    InternalError,
+    InvalidRequest,
+    TrtmeshError,
+    UnsupportedCall,
+)
 from trtmesh.chassis.forwarding import Outbox, Rest
 from trtmesh.chassis.revisions import SCHEMA_REVISION, refuse_unknown, unknown_numbers
 from trtmesh.chassis.rpc import ServedContext
@@ -22,6 +29,8 @@ from trtmesh.tokenizer.encoding import EncodedTexts, Encoder, EncodeRequest, Out
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.vocabulary import Vocabulary
 from trtmesh.v1 import tokenizer_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 4
 """About the size of a token's id or text in an event."""
@@ -236,7 +245,7 @@ class RouterStream:
         del self._encodes[handle]
         self._shared.workload.end()
         if not done.cancelled():
-            self._answer_encode(handle, done.result())
+            self._answer_encode(handle, _outcome_of(done))
         elif (span := self._spans.pop(handle, None)) is not None:
             self._shared.end_span(span, None)
 
@@ -306,6 +315,14 @@ class DirectTexts:
     def end(self) -> None:
         """Drops all sequences."""
         self._states.close_all()
+
+
+def _outcome_of(done: asyncio.Future[Outcome]) -> Outcome:
+    """The outcome of an encode. A defect becomes an error: without an answer, the router would wait for a minute."""
+    if (defect := done.exception()) is None:
+        return done.result()
+    log.error("unexpected error in an encode", exc_info=defect)
+    return InternalError(f"{type(defect).__name__}: {defect}")
 
 
 def _request_of(command: pb.EncodeCommand) -> EncodeRequest:

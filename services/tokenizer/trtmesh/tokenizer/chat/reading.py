@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, BinaryIO
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -134,10 +135,14 @@ class AnswerReader(ResponseParser):
 
 
 def _parts_of(name: str, value: Any) -> list[Part]:
-    """The parts of a field with a value. Raises ValueError, TypeError or KeyError for what is no call."""
-    if name != CALL:
-        return [(CONTENT, value if isinstance(value, str) else _json(value))]
-    return [_call_of(each) for each in (value if isinstance(value, list) else [value])]
+    """The parts of a field with a value. Raises ValueError, TypeError or KeyError for what is no call, or no text."""
+    if name == CALL:
+        parts = [_call_of(each) for each in (value if isinstance(value, list) else [value])]
+    else:
+        parts = [(CONTENT, value if isinstance(value, str) else _json(value))]
+    # Halves of surrogate pairs have no place in an answer.
+    "".join(chain.from_iterable(parts)).encode()
+    return parts
 
 
 def _call_of(call: Any) -> Part:
@@ -151,10 +156,7 @@ def _call_of(call: Any) -> Part:
 
 
 def _json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # Halves of surrogate pairs have no place in an answer.
-    text.encode()
-    return text
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _place_behind(template: ResponseTemplate, prompt_end: str) -> Place:
