@@ -107,6 +107,12 @@ REAL: Sequence[tuple[str, Reading, str, list[AnswerPart]]] = [
         [Content('<tool_call>\n{"name": get}\n</tool_call>'), *call(0, "get", {})],
     ),
     (
+        "half of a surrogate pair is no name",
+        QWEN3,
+        r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>',
+        [],
+    ),
+    (
         "unfinished JSON",
         QWEN3,
         'Hm.\n<tool_call>\n{"name": "get", "arguments": {"a',

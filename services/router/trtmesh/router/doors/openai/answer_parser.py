@@ -323,9 +323,10 @@ def _call_of(text: str) -> tuple[str, str] | None:
     call = _loaded(text)
     if not isinstance(call, dict):
         return None
-    name = call.get("name")
-    arguments = _arguments_of(call.get("arguments", call.get("parameters")))
-    return None if not isinstance(name, str) or arguments is None else (name, arguments)
+    name, arguments = call.get("name"), _arguments_of(call.get("arguments", call.get("parameters")))
+    if not isinstance(name, str) or arguments is None or not _is_text(name):
+        return None
+    return name, arguments
 
 
 def _arguments_of(given: Any) -> str | None:
@@ -336,11 +337,19 @@ def _arguments_of(given: Any) -> str | None:
         return None
     try:
         text = json.dumps(given, ensure_ascii=False, allow_nan=False)
-        text.encode()
     except ValueError:
-        # Numbers and characters beyond JSON or UTF-8.
+        # Numbers beyond JSON.
         return None
-    return text
+    return text if _is_text(text) else None
+
+
+def _is_text(found: str) -> bool:
+    """Whether it can be sent: JSON's escapes may be halves of surrogate pairs."""
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _loaded(text: str) -> Any:
