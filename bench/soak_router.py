@@ -26,7 +26,7 @@ from _options import options_of
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 os.environ.setdefault("TESTED_FORKS", tempfile.mkdtemp(prefix="trtmesh-forks-"))
 
-from chaos.faulty_mesh import Peer, faulty_mesh
+from chaos.faulty_mesh import MIXED, Peer, faulty_mesh
 from chaos.test_random_faults import policies_of, request, suffer
 from e2e.mesh import scrape
 
@@ -64,7 +64,7 @@ def growth_bytes(samples: list[Sample]) -> int:
 
 async def main(*, seconds: float = 900.0, seed: int = 1) -> None:
     wrong, samples, worst_seconds = list[str](), list[Sample](), 0.0
-    async with faulty_mesh() as mesh, mesh.client(0) as client:
+    async with faulty_mesh(MIXED) as mesh, mesh.client(0) as client:
         # The first router is measured for the whole run.
         names = sorted(name for name in mesh.faults if "router" not in name)
         started = time.monotonic()
