@@ -1,4 +1,4 @@
-"""The fingerprint of a model: configuration and weights."""
+"""The fingerprints of a model, of its configuration and weights, and of its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from trtmesh.chassis import fingerprint
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.json_text import load_json
 
@@ -37,6 +38,14 @@ def model_fingerprint(model_dir: Path, files: Sequence[Path], dtype: str) -> str
         for part in _parts(file):
             digest.update(part)
     return digest.hexdigest()
+
+
+def tokenizer_fingerprint(directory: Path) -> str:
+    """That of the chassis. Raises ModelUnusable."""
+    try:
+        return fingerprint.tokenizer_fingerprint(directory)
+    except ValueError as error:
+        raise ModelUnusable(str(error)) from error
 
 
 def _canonical(file: Path) -> bytes:

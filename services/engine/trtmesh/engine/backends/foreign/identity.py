@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import grpc
 from smg_grpc_proto.generated import common_pb2
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
+from trtmesh.chassis.fingerprint import VOCABULARY_FILES
 from trtmesh.engine.backends.foreign.contract import Contract, EngineFacts
-from trtmesh.engine.model_fingerprint import model_fingerprint
+from trtmesh.engine.model_fingerprint import model_fingerprint, tokenizer_fingerprint
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -82,9 +82,9 @@ async def _tokenizer_of(contract: Contract, facts: EngineFacts, model_dir: Path 
         if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
             raise
         directory = model_dir or Path(facts.model_path)
-        return _fingerprint(directory) if directory.is_dir() else ""
+        return tokenizer_fingerprint(directory) if directory.is_dir() else ""
     own = _fingerprint_of_archive(archive)
-    if model_dir is not None and _fingerprint(model_dir) != own:
+    if model_dir is not None and tokenizer_fingerprint(model_dir) != own:
         raise ModelUnusable(f"the engine's tokenizer is another than that of {model_dir}")
     return own
 
@@ -115,11 +115,4 @@ def _fingerprint_of_archive(archive: bytes) -> str:
                     (Path(folder) / name).write_bytes(content)
         except zipfile.BadZipFile as error:
             raise ModelUnusable(f"the engine's tokenizer is no archive: {error}") from error
-        return _fingerprint(Path(folder))
-
-
-def _fingerprint(directory: Path) -> str:
-    try:
-        return tokenizer_fingerprint(directory)
-    except ValueError as error:
-        raise ModelUnusable(str(error)) from error
+        return tokenizer_fingerprint(Path(folder))

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.chassis.model_dir import check_model_dir, read_object
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
-from trtmesh.engine.model_fingerprint import model_fingerprint
+from trtmesh.engine.model_fingerprint import model_fingerprint, tokenizer_fingerprint
 from trtmesh.v1 import generation_pb2 as pb
 
 DATA_TYPES: Mapping[str, int] = {
@@ -68,7 +67,7 @@ def read_model(model_dir: Path, settings: TensorRtLlmSettings) -> ModelFiles:
         end_ids=_end_ids(model_dir, config),
         data_type=DATA_TYPES.get(dtype, pb.DATA_TYPE_BF16),
         fingerprint=_fingerprint(model_dir, settings),
-        tokenizer_fingerprint=_tokenizer_fingerprint(model_dir),
+        tokenizer_fingerprint=tokenizer_fingerprint(model_dir),
         engine=_built(settings.engine_dir) if settings.engine_dir else None,
     )
 
@@ -98,13 +97,6 @@ def _fingerprint(model_dir: Path, settings: TensorRtLlmSettings) -> str:
     directory = engine_dir or model_dir
     pattern = "*.engine" if engine_dir else "*.safetensors"
     return model_fingerprint(directory, sorted(directory.glob(pattern)), kind)
-
-
-def _tokenizer_fingerprint(model_dir: Path) -> str:
-    try:
-        return tokenizer_fingerprint(model_dir)
-    except ValueError as error:
-        raise ModelUnusable(str(error)) from error
 
 
 def _built(engine_dir: Path) -> BuiltEngine:

@@ -16,7 +16,6 @@ from trtmesh.chassis import adapter_content
 from trtmesh.chassis.cores import weight_bytes
 from trtmesh.chassis.device_names import AUTO
 from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
-from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.chassis.progress import tell_progress
 from trtmesh.engine import admission
 from trtmesh.engine.adapter_store import StoreLimits
@@ -62,7 +61,7 @@ from trtmesh.engine.backends.torch.settings import (
     TorchSettings,
 )
 from trtmesh.engine.kv_memory import KvMemory
-from trtmesh.engine.model_fingerprint import model_fingerprint
+from trtmesh.engine.model_fingerprint import model_fingerprint, tokenizer_fingerprint
 from trtmesh.engine.scheduling.blocks import BlockPool
 from trtmesh.engine.scheduling.handoffs import BlockHandoffs
 from trtmesh.engine.scheduling.scheduler import Scheduler
@@ -214,7 +213,7 @@ def _engine(
         backend="torch",
         model=model_dir.resolve().name,
         model_fingerprint=model_fingerprint(model_dir, files, str(model.dtype)),
-        tokenizer_fingerprint=_tokenizer_fingerprint(model_dir),
+        tokenizer_fingerprint=tokenizer_fingerprint(model_dir),
         vocabulary_size=model.vocabulary_size,
         max_sequence_tokens=sizes.max_sequence_tokens,
         max_batch_size=limits.max_batch_size,
@@ -317,7 +316,7 @@ def _read_draft_model(
 ) -> Model:
     name = drafter_dir.resolve().name
     tell_progress(f"reads the weights of {name}, {weight_bytes(drafter_dir) / 1e6:.0f} MB")
-    if _tokenizer_fingerprint(drafter_dir) != _tokenizer_fingerprint(model_dir):
+    if tokenizer_fingerprint(drafter_dir) != tokenizer_fingerprint(model_dir):
         raise ModelUnusable(
             f"is {name}, which has another tokenizer than {model_dir.resolve().name}",
             setting="engine.torch.draft_model",
@@ -515,13 +514,6 @@ def _rules(settings: TorchSettings, model: Model) -> SchedulingRules:
         max_adapters=model.adapters.slots if model.adapters else 0,
         window=model.window,
     )
-
-
-def _tokenizer_fingerprint(model_dir: Path) -> str:
-    try:
-        return tokenizer_fingerprint(model_dir)
-    except ValueError as error:
-        raise ModelUnusable(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
