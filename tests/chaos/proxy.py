@@ -174,14 +174,6 @@ class Proxy(Link):
         """The gRPC connections of a dialer."""
         return self._links.setdefault(dialer, Link(frames_of))
 
-    def mend_all(self) -> None:
-        for link in (self, *self._links.values()):
-            link.mend()
-
-    def cut_all(self) -> None:
-        for link in (self, *self._links.values()):
-            link.cut()
-
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Begins to forward a connection."""
         serving = asyncio.create_task(self._serve(reader, writer))

@@ -96,7 +96,7 @@ def test_eviction_bounds_memory_and_keeps_used_blocks() -> None:
         assert index.match(hot, 0.0) == {"a": 20}
         assert len(index) <= most
         largest = max(largest, index.approximate_bytes)
-    assert index.evicted == 20 + 20_000 - len(index)
+    assert len(index) > most - 100
     assert largest < 1000 * most
     for worker in WORKERS:
         index.forget(worker)

@@ -97,7 +97,6 @@ class KvIndex:
         self._addresses: dict[int, str] = {}
         self._recent = RecentBlocks()
         self.size = 0
-        self.evicted = 0
 
     def __len__(self) -> int:
         return self.size
@@ -186,7 +185,6 @@ class KvIndex:
             for name in self._names(mask):
                 self._held[name].discard(block)
                 self.size -= 1
-                self.evicted += 1
 
     def _clear(self, block: int, bit: int) -> None:
         left = self._blocks[block] & ~bit

@@ -23,7 +23,6 @@ class Counts:
 class Row:
     """A row of the library's statistics; every key may be absent."""
 
-    iteration: int = 0
     max_blocks: int = 0
     used_blocks: int = 0
     tokens_per_block: int = 0
@@ -38,7 +37,6 @@ def row_of(given: Mapping[str, Any]) -> Row:
     cache = given.get("kvCacheStats") or {}
     batching = given.get("inflightBatchingStats") or {}
     return Row(
-        iteration=_number(given, "iter"),
         max_blocks=_number(cache, "maxNumBlocks"),
         used_blocks=_number(cache, "usedNumBlocks"),
         tokens_per_block=_number(cache, "tokensPerBlock"),
