@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.settings import AdapterSettings
 from trtmesh.router.fleet import worker
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.links.deadlines import Deadlines
-from trtmesh.router.links.turns import ConnectTurns
+from trtmesh.router.links.replica import LinkRules
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Place, Residency
 from trtmesh.router.placement.residency import NO_ADAPTERS
@@ -22,14 +21,11 @@ def link(address: str = "127.0.0.1:1") -> worker.Worker:
 
     return worker.Worker(
         address,
-        max_message_bytes=2**20,
-        turns=ParseScheduler(),
-        connect_turns=ConnectTurns(),
+        LinkRules(Deadlines(), 2**20),
         router_name="router",
         first_tokenizer=known,
         fingerprint_of=lambda _: "",
         metrics=RouterMetrics(),
-        deadlines=Deadlines(),
         kv_index=KvIndex(100),
         adapters=Adapters(AdapterSettings(), RouterMetrics()),
         on_change=lambda: None,

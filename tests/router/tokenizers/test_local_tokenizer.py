@@ -11,10 +11,10 @@ import pytest_asyncio
 from e2e.mesh import DEMO
 from router.scripted import eventually
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.service import Runtime
-from trtmesh.router.links.turns import ConnectTurns
+from trtmesh.router.links.deadlines import Deadlines
+from trtmesh.router.links.replica import LinkRules
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers import pool as pool_module
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
@@ -66,14 +66,7 @@ async def local() -> AsyncIterator[LocalTokenizer]:
     service = TokenizerService(settings, runtime)
     texts = LocalTexts(service, settings, runtime)
     pool = TokenizerPool(RouterMetrics(), lambda: None)
-    local = LocalTokenizer(
-        texts,
-        silence_seconds=2.0,
-        max_message_bytes=2**26,
-        turns=ParseScheduler(),
-        connect_turns=ConnectTurns(),
-        pool=pool,
-    )
+    local = LocalTokenizer(texts, LinkRules(Deadlines(silence_seconds=2.0), 2**26), pool)
     pool.tokenizers[local.address] = local
     running = asyncio.create_task(local.run())
     try:

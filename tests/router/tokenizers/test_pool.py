@@ -20,10 +20,10 @@ from trtmesh.chassis.errors import (
     QueueTimeout,
     TokenizerLost,
 )
-from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.client import FinishReason
 from trtmesh.router.links import replica
-from trtmesh.router.links.turns import ConnectTurns
+from trtmesh.router.links.deadlines import Deadlines
+from trtmesh.router.links.replica import LinkRules
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.tokenizers import pool as pool_module
 from trtmesh.router.tokenizers.decoding import TextOptions, WholeText
@@ -234,11 +234,8 @@ async def test_a_sequence_opens_with_its_first_tokens_and_closes_soon_after_its_
 def link_to(address: str, pool: TokenizerPool, patience: tuple[float, float]) -> Tokenizer:
     return Tokenizer(
         address,
-        silence_seconds=1.0,
-        max_message_bytes=2**20,
-        turns=ParseScheduler(),
-        connect_turns=ConnectTurns(),
-        pool=pool,
+        LinkRules(Deadlines(), 2**20),
+        pool,
         decode_seconds=patience[0],
         encode_seconds=patience[1],
     )

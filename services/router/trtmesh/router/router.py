@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -16,13 +17,12 @@ from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.connecting import check_address
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fair.messages import MessageAdmission
-from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.reflection import reflection_pool
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.tasks import next_tick
 from trtmesh.chassis.tls.certificates import HTTP_1_1
-from trtmesh.chassis.tls.client import H2, PeerTls, plain_text
+from trtmesh.chassis.tls.client import H2, plain_text
 from trtmesh.kserve import grpc_service_pb2
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.following import Followed
@@ -51,8 +51,7 @@ from trtmesh.router.gauges import Rooms
 from trtmesh.router.handoffs.table import HandoffTable
 from trtmesh.router.hedging.hedger import Hedger
 from trtmesh.router.links.local import LOCAL, LocalService
-from trtmesh.router.links.replica import Replica
-from trtmesh.router.links.turns import ConnectTurns
+from trtmesh.router.links.replica import LinkRules, Replica
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.movement.movement import Movement
 from trtmesh.router.receipts import Receipts
@@ -103,9 +102,9 @@ class Router:
         self._followed = self._followed_router() if settings.adapters.follow else None
         fetch = self._followed.fetch if self._followed else None
         self._adapters = Adapters(settings.adapters, self._metrics, fetch)
-        self._link_turns = ParseScheduler()
-        """Of all workers and tokenizers: many bad ones take no more time than one."""
-        self._connect_turns = ConnectTurns()
+        self._rules = LinkRules(
+            settings.deadlines, settings.max_message_bytes, lambda: runtime.certificates.peers
+        )
         self._tokenizers = TokenizerPool(
             self._metrics, self._fleet.touch_all, expected=bool(settings.tokenizers)
         )
@@ -381,17 +380,10 @@ class Router:
             if known.ready:
                 self._tokenizers.on_ready(known)
             return
-        join: Callable[..., Tokenizer] = (
-            partial(LocalTokenizer, self._tokenizer)
+        tokenizer = (
+            LocalTokenizer(self._tokenizer, self._rules, self._tokenizers)
             if self._tokenizer is not None and address == LOCAL
-            else partial(Tokenizer, address, tls_of_peers=self._tls_of_peers)
-        )
-        tokenizer = join(
-            silence_seconds=self._settings.deadlines.silence_seconds,
-            max_message_bytes=self._settings.max_message_bytes,
-            turns=self._link_turns,
-            connect_turns=self._connect_turns,
-            pool=self._tokenizers,
+            else Tokenizer(address, self._rules, self._tokenizers)
         )
         self._tokenizers.tokenizers[address] = tokenizer
         self._link(tokenizer)
@@ -400,19 +392,12 @@ class Router:
         if (tokenizer := self._tokenizers.tokenizers.get(address)) is not None:
             tokenizer.leaving = True
 
-    def _tls_of_peers(self) -> PeerTls | None:
-        return self._runtime.certificates.peers
-
     def _make_worker(self, address: str) -> Worker:
         bridge = self._bridge_of(address)
         return Worker(
             address,
-            deadlines=self._settings.deadlines,
-            max_message_bytes=self._settings.max_message_bytes,
-            turns=self._link_turns,
-            connect_turns=self._connect_turns,
             # A bridge listens on the loopback.
-            tls_of_peers=plain_text if bridge else self._tls_of_peers,
+            replace(self._rules, tls_of_peers=plain_text) if bridge else self._rules,
             bridge=bridge,
             router_name=self._name,
             first_tokenizer=self._tokenizers.wait_for_first,

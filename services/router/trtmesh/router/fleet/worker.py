@@ -18,13 +18,11 @@ from trtmesh.chassis.errors import (
     TrtmeshError,
     WorkerLost,
 )
-from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Call, Connection, Method
 from trtmesh.chassis.process_facts import clock_ahead_ms
 from trtmesh.chassis.revisions import SCHEMA_REVISION, check_revision
 from trtmesh.chassis.tasks import next_tick, until_first_ends
-from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
@@ -52,17 +50,16 @@ from trtmesh.router.fleet.worker_capabilities import (
 )
 from trtmesh.router.kv_index import KvFeed, KvIndex
 from trtmesh.router.links.contract import ContractBroken
-from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.local import LocalService
 from trtmesh.router.links.replica import (
     DRAINED,
     DRAINED_HERE,
     LEAVING,
     TWIN,
+    LinkRules,
     Replica,
     ReplicaState,
 )
-from trtmesh.router.links.turns import ConnectTurns
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Role, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
@@ -101,11 +98,8 @@ class Worker(Replica):
     def __init__(
         self,
         address: str,
+        rules: LinkRules,
         *,
-        deadlines: Deadlines,
-        max_message_bytes: int,
-        turns: ParseScheduler,
-        connect_turns: ConnectTurns,
         router_name: str,
         first_tokenizer: Callable[[], Awaitable[None]],
         fingerprint_of: Callable[[str], str],
@@ -115,23 +109,13 @@ class Worker(Replica):
         on_change: Callable[[], None],
         on_touch: Callable[[str], None],
         on_load: Callable[[str], None],
-        tls_of_peers: TlsOfPeers = plain_text,
         bridge: Bridge | None = None,
         local: LocalService | None = None,
         twin_of: Callable[[Worker, str], Worker | None] = lambda *_: None,
     ) -> None:
         """`bridge` is the process in front of a foreign engine, None for an engine of ours. `on_touch` and `on_load`
         take the address."""
-        super().__init__(
-            address,
-            deadlines.silence_seconds,
-            max_message_bytes,
-            turns,
-            connect_turns,
-            tls_of_peers,
-            local,
-        )
-        self._deadlines = deadlines
+        super().__init__(address, rules, local)
         self._bridge = bridge
         self._twin_of = twin_of
         self.twin = ""
@@ -143,7 +127,7 @@ class Worker(Replica):
         """Whether the worker is to be resumed once it is connected."""
         self._on_change = on_change
         self._on_touch = on_touch
-        self._liveness = LivenessMonitor(deadlines)
+        self._liveness = LivenessMonitor(rules.deadlines)
         self._metrics = metrics
         self._moving: TrtmeshError | None = None
         self._evicted: TrtmeshError | None = None
@@ -169,7 +153,9 @@ class Worker(Replica):
         self.last_turn = 0
         """Number of the last placement on the worker."""
         self.guard = LoadGuard(partial(on_load, address))
-        self._assignments = Assignments(address, self.guard, self._send, deadlines.queue_seconds)
+        self._assignments = Assignments(
+            address, self.guard, self._send, rules.deadlines.queue_seconds
+        )
         self._steps = Steps(self._assignments, self.guard, metrics, self._new_command)
         self.leases = Leases(address, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
@@ -320,7 +306,7 @@ class Worker(Replica):
 
         Raises InvalidRequest for an item larger than a message, before the item breaks the stream for all others.
         """
-        size, most = command.ByteSize(), self._max_message_bytes - MESSAGE_OVERHEAD_BYTES
+        size, most = command.ByteSize(), self._rules.max_message_bytes - MESSAGE_OVERHEAD_BYTES
         if size > most:
             raise InvalidRequest(
                 f"the item takes {size} bytes on its way to worker {self.name} but may have at most {most}"
@@ -470,7 +456,7 @@ class Worker(Replica):
         if engine.tokens_per_block:
             self._kv_feed.opened()
         self.guard.joined(asyncio.get_running_loop().time())
-        self._liveness = LivenessMonitor(self._deadlines, engine.load_interval_ms / 1000)
+        self._liveness = LivenessMonitor(self._rules.deadlines, engine.load_interval_ms / 1000)
         self._become(ReplicaState.READY, "")
         if self.drained or self._resume_due:
             self._tell_drain()
@@ -557,7 +543,7 @@ class Worker(Replica):
             if not self.handles:
                 continue
             if self.state is not ReplicaState.STALLED:
-                self._assignments.look(round(self._deadlines.queue_seconds / TICK_SECONDS))
+                self._assignments.look(round(self._rules.deadlines.queue_seconds / TICK_SECONDS))
             self._move_late()
             # Room elsewhere shows in nothing but the next try.
             self.retry_migrations(most=MOVES_PER_TICK)

@@ -7,6 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -25,6 +26,7 @@ from trtmesh.router.links.contract import (
     LONGEST_REST_SECONDS,
     ContractBroken,
 )
+from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.local import LocalService
 from trtmesh.router.links.turns import ConnectTurns, Turn
 
@@ -66,6 +68,18 @@ class ReplicaState(Enum):
     """Connected but unfit for this mesh."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkRules:
+    """What all links of a router have in common."""
+
+    deadlines: Deadlines
+    max_message_bytes: int
+    tls_of_peers: TlsOfPeers = plain_text
+    turns: ParseScheduler = field(default_factory=ParseScheduler)
+    """Many bad peers take no more time than one."""
+    connect_turns: ConnectTurns = field(default_factory=ConnectTurns)
+
+
 class Replica(ABC):
     """A tokenizer or worker at an address, with a state for operators and placement.
 
@@ -73,33 +87,21 @@ class Replica(ABC):
     questions `busy` and `expecting`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        silence_seconds: float,
-        max_message_bytes: int,
-        turns: ParseScheduler,
-        connect_turns: ConnectTurns,
-        tls_of_peers: TlsOfPeers = plain_text,
-        local: LocalService | None = None,
-    ) -> None:
+    def __init__(self, address: str, rules: LinkRules, local: LocalService | None = None) -> None:
         """`local` is the service in this process, None for one at the address."""
         self.address = address
+        self._rules = rules
         self._local = local
         self.state = ReplicaState.CONNECTING
         self.problem = "connecting"
         self._leaving = False
         self._drained = False
-        self._lost_seconds = LOST_AFTER * silence_seconds
-        self._max_message_bytes = max_message_bytes
-        self._turns = turns
-        self._connect_turns = connect_turns
+        self._lost_seconds = LOST_AFTER * rules.deadlines.silence_seconds
         self._connect_turn: Turn | None = None
         """The turn of the latest attempt; None before the first, and for a service of this process."""
         self._greeting_seconds = GREETING_SECONDS
         self._has_answered = False
         """Whether the greeting of the latest attempt was answered."""
-        self._tls_of_peers = tls_of_peers
         self._silent_checks = 0
         self._rest_seconds = 0.0
         self.clock_ahead_ms: int | None = None
@@ -172,11 +174,11 @@ class Replica(ABC):
             return self._local.connect()
         return connected(
             self._dialled(),
-            self._max_message_bytes,
+            self._rules.max_message_bytes,
             self._greeting_seconds,
-            self._tls_of_peers(),
+            self._rules.tls_of_peers(),
             check=self.check_dialled,
-            turns=self._turns,
+            turns=self._rules.turns,
         )
 
     def _dialled(self) -> str:
@@ -219,7 +221,7 @@ class Replica(ABC):
         """Connects and serves a stream once few enough others are greeted."""
         seconds, self._has_answered = self._greeting_seconds, False
         is_doubtful = seconds > GREETING_SECONDS
-        async with self._connect_turns.turn(seconds, is_doubtful=is_doubtful) as turn:
+        async with self._rules.connect_turns.turn(seconds, is_doubtful=is_doubtful) as turn:
             self._connect_turn = turn
             began = asyncio.get_running_loop().time()
             try:

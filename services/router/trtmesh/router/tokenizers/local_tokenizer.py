@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client import Connection
 from trtmesh.chassis.service import Runtime, Service
 from trtmesh.chassis.settings import ServiceSettings
 from trtmesh.router.links.local import LOCAL, LocalService
-from trtmesh.router.links.turns import ConnectTurns
+from trtmesh.router.links.replica import LinkRules
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions
 from trtmesh.router.tokenizers.tokenizer import EncodeJob, Pool, Tokenizer
 from trtmesh.v1 import tokenizer_pb2 as pb
@@ -72,25 +71,8 @@ class LocalTexts(LocalService):
 class LocalTokenizer(Tokenizer):
     """The tokenizer of this process."""
 
-    def __init__(
-        self,
-        local: LocalTexts,
-        *,
-        silence_seconds: float,
-        max_message_bytes: int,
-        turns: ParseScheduler,
-        connect_turns: ConnectTurns,
-        pool: Pool,
-    ) -> None:
-        super().__init__(
-            LOCAL,
-            silence_seconds=silence_seconds,
-            max_message_bytes=max_message_bytes,
-            turns=turns,
-            connect_turns=connect_turns,
-            pool=pool,
-            local=local,
-        )
+    def __init__(self, local: LocalTexts, rules: LinkRules, pool: Pool) -> None:
+        super().__init__(LOCAL, rules, pool, local=local)
         self._direct_texts = local.direct_texts
         self._texts: DirectTexts | None = None
         """Of the stream under way."""

@@ -12,17 +12,14 @@ from typing import Protocol
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import Draining, Mismatch, TrtmeshError, Unavailable
-from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.forwarding import Outbox
 from trtmesh.chassis.grpc.client import Connection, Method
 from trtmesh.chassis.process_facts import clock_ahead_ms
 from trtmesh.chassis.revisions import SCHEMA_REVISION, check_revision
 from trtmesh.chassis.tasks import next_tick
-from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import ContractBroken, check_names
 from trtmesh.router.links.local import LocalService
-from trtmesh.router.links.replica import TWIN, Replica, ReplicaState
-from trtmesh.router.links.turns import ConnectTurns
+from trtmesh.router.links.replica import TWIN, LinkRules, Replica, ReplicaState
 from trtmesh.router.tokenizers.decoding import DecodedSequence, TextOptions, WholeText
 from trtmesh.v1 import tokenizer_pb2 as pb
 
@@ -174,26 +171,14 @@ class Tokenizer(Replica):
     def __init__(
         self,
         address: str,
-        *,
-        silence_seconds: float,
-        max_message_bytes: int,
-        turns: ParseScheduler,
-        connect_turns: ConnectTurns,
+        rules: LinkRules,
         pool: Pool,
-        tls_of_peers: TlsOfPeers = plain_text,
+        *,
         local: LocalService | None = None,
         decode_seconds: float = DECODE_SECONDS,
         encode_seconds: float = ENCODE_SECONDS,
     ) -> None:
-        super().__init__(
-            address,
-            silence_seconds,
-            max_message_bytes,
-            turns,
-            connect_turns,
-            tls_of_peers,
-            local,
-        )
+        super().__init__(address, rules, local)
         self._pool = pool
         self._decode_seconds = decode_seconds
         self._encode_seconds = encode_seconds
