@@ -114,11 +114,6 @@ TABLES: dict[str, list[Row]] = {
         ("levels of a schema", schemas.MOST_DEPTH, INVALID),
         ("values of all enums of a schema", schemas.MOST_ENUM_VALUES, INVALID),
         ("properties of an object", schemas.MOST_PROPERTIES, INVALID),
-        (
-            "least common multiple of all `multipleOf`, without trailing zeros",
-            schemas.MOST_MULTIPLE,
-            INVALID,
-        ),
         ("items of the parser after a character, under a grammar", trial.MAX_ROW_ITEMS, INVALID),
         ("states of the lexer", trial.MAX_LEXER_STATES, INVALID),
         ("the library's units of work for the first state", trial.INITIAL_LEXER_FUEL, INVALID),

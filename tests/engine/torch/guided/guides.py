@@ -89,6 +89,11 @@ ATTACKS = {
         schema({"allOf": [{"pattern": f"a{{0,{n}}}b"} for n in range(30)]}),
         schema({"patternProperties": {f"^x{n}y[a-z]+$": {} for n in range(900)}}),
     ],
+    "multiples": [
+        schema({"multipleOf": 9_973_000}),
+        schema({"allOf": [{"multipleOf": 99.73}, {"multipleOf": 100}]}),
+        schema({"multipleOf": -62_615_533}),
+    ],
     "conjunction": [("EBNF_GRAMMAR", conjunction(number)) for number in (26, 27)],
     "ambiguous": [ambiguous(number) for number in range(32)],
 }

@@ -303,13 +303,44 @@ def test_expression_that_explodes_is_refused(compiler: GuidanceCompiler) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "guide"), [*ATTACKS["patterns"], *ATTACKS["conjunction"]])
+@pytest.mark.parametrize(
+    ("kind", "guide"),
+    [*ATTACKS["patterns"], *ATTACKS["conjunction"], *ATTACKS["multiples"]],
+)
 def test_expressions_that_take_long_together_are_refused(
     kind: str, guide: str, compiler: GuidanceCompiler
 ) -> None:
-    """The library takes minutes to find what they have in common, within its limits."""
+    """The library takes minutes to find what they have in common, within its limits, and numbers among remainders."""
     with pytest.raises(InvalidField, match="more than 1 s of CPU time to compile"):
         compiler(GuidedDecoding(pb.GuideType.Value(f"GUIDE_TYPE_{kind}"), guide))
+
+
+TAKES_LONG: Schema = json.loads(ATTACKS["patterns"][0][1])
+PARTS: list[Schema] = [
+    {"type": "json_schema", "json_schema": {"multipleOf": 9_973_000}},
+    {"type": "json_schema", "json_schema": {"not": {}}},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("guide", "problem"),
+    [
+        ({"properties": {"b": TAKES_LONG, "a": {"not": {}}}}, "at /properties/a cannot"),
+        ({"$defs": {"b": TAKES_LONG}, "items": {"not": {}}}, "at / cannot"),
+        (
+            {"type": "structural_tag", "format": {"type": "sequence", "elements": PARTS}},
+            "at /format/elements/1/json_schema cannot",
+        ),
+    ],
+    ids=["beside", "definition", "tag"],
+)
+def test_place_of_a_problem_is_found_without_what_takes_long(
+    guide: dict[str, Any], problem: str, compiler: GuidanceCompiler
+) -> None:
+    kind = pb.GUIDE_TYPE_STRUCTURAL_TAG if "format" in guide else pb.GUIDE_TYPE_JSON_SCHEMA
+    with pytest.raises(InvalidField, match=f'{problem} be followed: Unimplemented keys: \\["not"'):
+        compiler(GuidedDecoding(kind, json.dumps(guide)))
 
 
 @pytest.mark.slow

@@ -140,8 +140,8 @@ def test_texts_of_a_format(
             "at /format/elements/1/content/json_schema/items cannot be followed: Unimplemented",
         ),
         (
-            tag("<t>", SEVEN | {"json_schema": {"items": {"multipleOf": 10_007}}}),
-            "at /format/content/json_schema/items/multipleOf brings",
+            tag("<t>", SEVEN | {"json_schema": {"items": {"minProperties": 2}}}),
+            "at /format/content/json_schema/items/minProperties asks",
         ),
         (tag("<t>", SEVEN | {"json_schema": False}), "/content/json_schema allows nothing"),
         (form("tag", begin={"type": "token", "token": 5}, content=ANY, end=""), "at /format/begin"),

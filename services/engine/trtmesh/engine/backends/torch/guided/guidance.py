@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.vocabulary import GuidedDecoding
 from trtmesh.engine.backends.torch.guided.grammars import Check, Row
-from trtmesh.engine.backends.torch.guided.schemas import has_expressions, place_of, read_schema
+from trtmesh.engine.backends.torch.guided.schemas import may_take_long, place_of, read_schema
 from trtmesh.engine.backends.torch.guided.structural_tags import Readers, TagGrammar, tag_grammar
 from trtmesh.engine.backends.torch.guided.trial import (
     MAX_ROW_ITEMS,
@@ -177,18 +177,19 @@ class Compilation:
         return ids[0] if is_special else None
 
     def _of_tag(self, tag: TagGrammar) -> GuidanceMatcher:
-        is_hard = tag.is_ambiguous or any(has_expressions(schema) for _, schema in tag.schemas)
+        is_hard = tag.is_ambiguous or any(may_take_long(schema) for _, schema in tag.schemas)
         self._try_apart(tag.text, 0 if is_hard else SMALL_TAG_BYTES)
         try:
             return self._compiled(tag.text, MAX_ROW_ITEMS if tag.is_ambiguous else None)
         except InvalidField:
             for path, schema in tag.schemas:
-                self._follow(schema, path)
-            # Only together are they too much.
+                if not may_take_long(schema):
+                    self._follow(schema, path)
+            # Only together are they too much, or one that takes long.
             raise
 
     def _of_schema(self, schema: dict[str, object]) -> GuidanceMatcher:
-        if has_expressions(schema):
+        if may_take_long(schema):
             self._try_apart(_schema_grammar(schema, self._options))
         return self._begun(self._follow(schema))
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from typing import Any, NoReturn
 
 from trtmesh.chassis.errors import InvalidField
@@ -18,14 +16,14 @@ MOST_DEPTH = 64
 MOST_ENUM_VALUES = 5_000
 MOST_PROPERTIES = 500
 """Per object: the time to compile properties grows with the square of the number, to seconds for 2,000."""
-MOST_MULTIPLE = 10_000
-"""Largest common multiple of all `multipleOf`, without trailing zeros: the automaton has a state for each remainder."""
 UNWRITABLE = re.compile(r"(?<!\\)(?:\\\\)*(\\u00[01][0-9a-f]|\x7f)")
 """Matches a character in JSON that has no escape of one letter."""
 MOST_SECONDS = 0.1
 """Time of the trials for the place of a problem."""
 
-EXPRESSIONS = {"pattern", "patternProperties", "format"}
+LONG = {"pattern", "patternProperties", "format", "multipleOf"}
+"""Keywords with which the library may take long within its limits, to find what several expressions have in common, or
+which remainders lead to a multiple: ten expressions take microseconds, and thirty take minutes."""
 
 Schema = dict[str, Any]
 
@@ -42,7 +40,7 @@ def read_schema(text: str, base: str = "") -> Schema:
         refuse(
             f"{base}/x-guidance", "is not taken; guided_decoding.max_whitespace bounds white space"
         )
-    values, multiple = 0, 1
+    values = 0
     for below, part in parts_of(schema):
         path = base + below
         if below.count("/") > MOST_DEPTH:
@@ -67,26 +65,16 @@ def read_schema(text: str, base: str = "") -> Schema:
             ):
                 code = ord(json.loads(f'"{found[1]}"'))
                 refuse(f"{path}/{key}", f"has the character U+{code:04X}, which no answer can have")
-        number = part.get("multipleOf")
-        if isinstance(number, int | float) and number > 0:
-            digits = int("".join(map(str, Decimal(repr(number)).as_tuple().digits)).rstrip("0"))
-            multiple = math.lcm(multiple, digits)
-            if multiple > MOST_MULTIPLE:
-                refuse(
-                    f"{path}/multipleOf",
-                    f"brings the least common multiple of all multipleOf above {MOST_MULTIPLE}",
-                )
     return schema
 
 
-def has_expressions(schema: Schema) -> bool:
-    """Whether the library must find what several expressions have in common: within its limits, ten take microseconds,
-    and thirty take minutes."""
+def may_take_long(schema: Schema) -> bool:
+    """Whether a process must compile the schema first."""
     waiting: list[Any] = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            if not EXPRESSIONS.isdisjoint(part):
+            if not LONG.isdisjoint(part):
                 return True
             waiting += part.values()
         elif isinstance(part, list):
@@ -115,14 +103,20 @@ def parts_of(value: Any) -> Iterator[tuple[str, Schema]]:
 
 
 def place_of(problem: str, schema: Schema, problem_of: Callable[[Schema], str]) -> str:
-    """The path of the smallest part with the problem of the whole, as far as trials show; `problem_of` compiles."""
+    """The path of the smallest part with the problem of the whole, as far as trials show; `problem_of` compiles, which
+    may take long for no part."""
     found = ""
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     last = time.monotonic() + MOST_SECONDS
     for path, part in parts_of(schema):
         if time.monotonic() > last:
             break
-        if path.startswith(f"{found}/") and problem_of(definitions | part) == problem:
+        whole = definitions | part
+        if (
+            path.startswith(f"{found}/")
+            and not may_take_long(whole)
+            and problem_of(whole) == problem
+        ):
             found = path
     return found or "/"
 
