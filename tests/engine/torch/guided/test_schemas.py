@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from random import Random
 from typing import Any
 
@@ -341,6 +342,22 @@ def test_place_of_a_problem_is_found_without_what_takes_long(
     kind = pb.GUIDE_TYPE_STRUCTURAL_TAG if "format" in guide else pb.GUIDE_TYPE_JSON_SCHEMA
     with pytest.raises(InvalidField, match=f'{problem} be followed: Unimplemented keys: \\["not"'):
         compiler(GuidedDecoding(kind, json.dumps(guide)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["0.05", "0.0001", "0.7", "2.5"])
+def test_multiples_are_those_of_decimals(
+    step: str, compiler: GuidanceCompiler, tokenizer: Tokenizer
+) -> None:
+    """As JSON Schema has them; one of the validators divides binary floats, and has 0.35 / 0.05 below 7."""
+    asked = {"type": "number", "multipleOf": float(step)}
+    grammar = compiled(compiler, asked)
+    assert grammar
+    for times in range(-90, 90):
+        number = Decimal(step) * times / 2
+        is_multiple = accepts(grammar, tokenizer, float(number))
+        assert is_multiple == (times % 2 == 0), number
+        assert not is_multiple or jsonschema_rs.is_valid(asked, float(number))
 
 
 @pytest.mark.slow
