@@ -87,7 +87,6 @@ def filled(expression: str) -> str:
 def target(number: int, legend: str, expression: str) -> Mapping[str, Any]:
     return {
         "refId": chr(ord("A") + number),
-        "datasource": DATASOURCE,
         "expr": expression,
         "legendFormat": legend,
     }
