@@ -13,19 +13,14 @@ from prometheus_client.registry import Collector
 from trtmesh.chassis.metrics import GAUGE, LONGEST_NAME, Label, Row, families
 from trtmesh.chassis.quoting import cut, escaped
 from trtmesh.chassis.vocabulary import Adapter, Lora
-from trtmesh.router.adapters.adapters import Adapters
-from trtmesh.router.admission import Admission
 from trtmesh.router.callers.callers import Callers
-from trtmesh.router.canary.canary import Canary
 from trtmesh.router.fleet.discovery import Discovery
-from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.handoffs.table import HandoffTable
-from trtmesh.router.metrics import MODEL, PREFIX, RouterMetrics
+from trtmesh.router.metrics import MODEL, PREFIX
 from trtmesh.router.placement import Place
 from trtmesh.router.placement.rates import Typical
+from trtmesh.router.requests.context import Mesh
 from trtmesh.router.requests.requests import Requests
-from trtmesh.router.tokenizers.pool import TokenizerPool
 from trtmesh.router.tokenizers.tokenizer import Tokenizer
 
 VLLM_PREFIX = "vllm:"
@@ -39,31 +34,25 @@ MOST_LISTED = 256
 class Rooms(Collector):
     """The rooms, seen from the thread of the metrics endpoint."""
 
+    mesh: Mesh
     requests: Requests
-    admission: Admission
-    tokenizer_pool: TokenizerPool
-    fleet: Fleet
-    handoffs: HandoffTable
-    adapters: Adapters
     callers: Callers
     discoveries: Sequence[Discovery]
-    canary: Canary | None
-    metrics: RouterMetrics
 
     @property
     def workers(self) -> list[Worker]:
-        return [*self.fleet.workers.values()]
+        return [*self.mesh.fleet.workers.values()]
 
     @property
     def tokenizers(self) -> list[Tokenizer]:
-        return [*self.tokenizer_pool.tokenizers.values()]
+        return [*self.mesh.tokenizers.tokenizers.values()]
 
     @property
     def waiting_sequences(self) -> Counter[str]:
         """Sequences that wait for a worker, by model."""
         waiting: Counter[str] = Counter()
         for model, _, sequences in self.requests.unplaced():
-            waiting[self.metrics.model_names[model]] += sequences
+            waiting[self.mesh.metrics.model_names[model]] += sequences
         return waiting
 
     @property
@@ -84,8 +73,8 @@ class Rooms(Collector):
 
     def learned(self, rate: Callable[[Typical], float | None]) -> dict[str, float]:
         """A rate of each model's workers, where it is known."""
-        known = {model: rate(typical) for model, typical in self.fleet.rates().items()}
-        names = self.metrics.model_names
+        known = {model: rate(typical) for model, typical in self.mesh.fleet.rates().items()}
+        names = self.mesh.metrics.model_names
         return {names[model]: each for model, each in known.items() if each is not None}
 
     def load(self) -> Mapping[str, float]:
@@ -124,28 +113,28 @@ GAUGES: tuple[Row[Rooms], ...] = (
     gauge("paused_requests", "Requests paused until their clients read.", lambda r: len(r.requests.paused)),
     gauge("stalled_sequences", "Sequences without a token since their last one over a second ago.",
           lambda r: r.requests.stalled_sequences()),
-    gauge("live_items", "Items being served.", lambda r: r.admission.live_items),
+    gauge("live_items", "Items being served.", lambda r: r.mesh.admission.live_items),
     gauge("queued_items", "Items queued for a place among the running items of their model.",
-          lambda r: r.admission.queued_items),
-    gauge("queued_encodes", "Texts queued for a tokenizer.", lambda r: r.tokenizer_pool.queued_encodes),
+          lambda r: r.mesh.admission.queued_items),
+    gauge("queued_encodes", "Texts queued for a tokenizer.", lambda r: r.mesh.tokenizers.queued_encodes),
     gauge("worker_sequences", "Handles in use on workers.", lambda r: sum(w.handles for w in r.workers)),
     gauge("decode_sequences", "Handles in use on tokenizers.", lambda r: sum(t.decodes for t in r.tokenizers)),
-    gauge("live_handoffs", "Handoffs under way.", lambda r: len(r.handoffs.live)),
+    gauge("live_handoffs", "Handoffs under way.", lambda r: len(r.mesh.handoffs.live)),
     gauge("worker_leases", "Leases on workers.", lambda r: sum(len(w.leases) for w in r.workers)),
     gauge("worker_bookings", "Bookings on workers.", lambda r: sum(w.guard.bookings for w in r.workers)),
     gauge("canary_waiting", "Sampled items that are not compared yet.",
-          lambda r: r.canary.waiting if r.canary else 0),
-    gauge("kv_index_blocks", "Known KV blocks, each once per holder.", lambda r: len(r.fleet.kv_index)),
-    gauge("kv_index_bytes", "Approximate bytes of the KV index.", lambda r: r.fleet.kv_index.approximate_bytes),
+          lambda r: r.mesh.canary.waiting if r.mesh.canary else 0),
+    gauge("kv_index_blocks", "Known KV blocks, each once per holder.", lambda r: len(r.mesh.fleet.kv_index)),
+    gauge("kv_index_bytes", "Approximate bytes of the KV index.", lambda r: r.mesh.fleet.kv_index.approximate_bytes),
     gauge("open_breakers", "Workers resting or probed after faults before a first token.",
           lambda r: sum(not w.guard.breaker.closed for w in r.workers)),
     gauge("lookup_problems", "Names that DNS does not know or gives no answer for, and unusable files of addresses.",
           lambda r: sum(len(each.problems) for each in [*r.discoveries])),
-    gauge("adapters", "Adapters in the registry.", lambda r: sum(1 for _ in r.adapters.entries())),
+    gauge("adapters", "Adapters in the registry.", lambda r: sum(1 for _ in r.mesh.adapters.entries())),
     gauge("adapter_bytes", "Bytes of memory in use for contents of adapters.",
-          lambda r: r.adapters.contents.memory.size_bytes),
+          lambda r: r.mesh.adapters.contents.memory.size_bytes),
     gauge("adapter_registry_stale", "1 while the registry of adapters cannot be read.",
-          lambda r: bool(r.adapters.problem)),
+          lambda r: bool(r.mesh.adapters.problem)),
     gauge("api_keys", "API keys in use.", lambda r: r.callers.keys),
     gauge("api_keys_stale", "1 while the file of API keys cannot be used as it is.",
           lambda r: bool(r.callers.problem)),

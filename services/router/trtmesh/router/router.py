@@ -163,18 +163,7 @@ class Router:
             generating = openai.generating
         self._admin_door = self._make_admin_door(generating)
         runtime.registry.register(self._metrics)
-        rooms = Rooms(
-            self._requests,
-            self._admission,
-            self._tokenizers,
-            self._fleet,
-            self._handoffs,
-            self._adapters,
-            self._callers,
-            self._discoveries,
-            self._canary,
-            self._metrics,
-        )
+        rooms = Rooms(mesh, self._requests, self._callers, self._discoveries)
         runtime.registry.register(rooms)
         if self._http is not None:
             self._http.app.on_response_prepare.append(LoadHeader(rooms.load).tell)
