@@ -23,7 +23,7 @@ WORKER = (
     *("--backend", "torch", "--model-dir", str(DEMO), "--torch-threads", "1"),
     *("--torch-batch-invariant", "true", "--torch-kv-cache-tokens", "4096"),
     # A prefill takes eight chunks.
-    *("--torch-batching-context-chunk-tokens", "64", *constants(layers_per_part=2)),
+    *("--torch-batching-max-step-tokens", "64", *constants(layers_per_part=2)),
     *("--handoff-checksums", "all"),
 )
 

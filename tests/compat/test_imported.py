@@ -293,7 +293,7 @@ async def test_repository_of_every_age_is_served_as_imported(
     assert result.returncode == 0, result.stderr
     served = json.loads(result.stdout.splitlines()[-1])["served"]
     assert served == [name for name in sorted(MODELS) if release in releases_of(name)]
-    engine = yaml.safe_load(config.read_text())["engine"]["torch"]
+    engine = yaml.safe_load(config.read_text()).get("engine", {"torch": {}})["torch"]
     assert engine.keys() <= {"batching", "limits"}
     shrink(config)
     flags = ("--port", "0", "--backend", backend, "--config", str(config))

@@ -55,7 +55,7 @@ class Form:
         return (
             *("--role", ("prefill", "decode")[side], "--handoff-transports", self.transport),
             *("--torch-kv-cache-tokens-per-block", str(self.blocks[side])),
-            *("--torch-batching-context-chunk-tokens", str(self.chunks[side])),
+            *("--torch-batching-max-step-tokens", str(self.chunks[side])),
         )
 
     def __str__(self) -> str:
