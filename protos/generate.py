@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import fields_module
@@ -15,19 +17,26 @@ ROOT = Path(__file__).parent
 # Typed messages and stubs come from mypy-protobuf; only files that declare a service have a gRPC stub.
 MESSAGES = {"python": "", "mypy": "protoc-gen-mypy"}
 SERVICES = {"grpc_python": "", "mypy_grpc": "protoc-gen-mypy_grpc"}
-OUTPUTS = {"trtmesh/v1": MESSAGES | SERVICES, "trtmesh/kserve": MESSAGES}
-"""protoc's outputs by package, each with its plugin."""
+PACKAGES = ("trtmesh/v1", "trtmesh/kserve")
+SERVED = "trtmesh/v1"
+"""The package whose services are ours."""
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi", "generation_fields.py")
 DEFAULT_POOL = "_descriptor_pool.Default()"
 
 
 def generate(target: Path) -> None:
     """Writes every stub below `target`."""
-    for package, outputs in OUTPUTS.items():
-        _run_protoc(package, outputs, target)
+    for package in PACKAGES:
+        _run_protoc(sorted(ROOT.glob(f"{package}/*.proto")), MESSAGES, target)
+    served = [path for path in sorted(ROOT.glob(f"{SERVED}/*.proto")) if _has_service(path)]
+    _run_protoc(served, SERVICES, target)
     for stub in (target / "trtmesh/kserve").glob("*_pb2.py"):
         _use_own_pool(stub)
     _write_fields(target)
+
+
+def _has_service(proto: Path) -> bool:
+    return re.search(r"(?m)^service ", proto.read_text(encoding="utf-8")) is not None
 
 
 def _write_fields(target: Path) -> None:
@@ -38,14 +47,15 @@ def _write_fields(target: Path) -> None:
     (target / fields_module.NAME).write_text(fields_module.render(files), encoding="utf-8")
 
 
-def _run_protoc(package: str, outputs: dict[str, str], target: Path) -> None:
+def _run_protoc(protos: Sequence[Path], outputs: Mapping[str, str], target: Path) -> None:
+    """Writes protoc's outputs, each by its plugin."""
     # protoc looks for plugins on PATH, where this environment's programs need not be.
     programs = Path(sys.executable).parent
     arguments = [
         f"-I{ROOT}",
         *(f"--plugin={name}={programs / name}" for name in outputs.values() if name),
         *(f"--{name}_out={target}" for name in outputs),
-        *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"{package}/*.proto")),
+        *(path.relative_to(ROOT).as_posix() for path in protos),
     ]
     _protoc(arguments)
 
@@ -73,7 +83,7 @@ def stubs(root: Path) -> dict[str, bytes]:
     """The generated files below `root` by relative path."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
-        for package in OUTPUTS
+        for package in PACKAGES
         for pattern in GENERATED
         for path in (root / package).glob(pattern)
     }
