@@ -132,6 +132,7 @@ def test_every_router_serves_grpc_and_http(stack: Stack) -> None:
     [
         ("engine-0 starts", ()),
         ("router-0 reads the tokenizer", ()),
+        ("router-0 starts", ("--one-process",)),
         ("router-0 reads the tokenizer", ("--one-process",)),
     ],
 )
