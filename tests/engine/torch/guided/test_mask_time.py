@@ -427,26 +427,30 @@ async def test_drafts_without_a_mask_are_neither_counted_nor_held_against_others
     assert sum(step.drafts for step in lengths.steps if step.is_typical) == drafted
 
 
-async def test_rows_that_sat_out_get_drafts_with_their_masks_again(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows", [1, 4])
+async def test_rows_get_no_drafts_after_a_step_that_they_sat_out(
+    rows: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They have them in all other steps, even where no draft has its mask in time."""
     config = guided("REGEX", "[a-z]{9,99}", max_tokens=12)
-    asked = list[int]()
+    asked = list[tuple[int, int]]()
 
     class Asked(Knowing):
         def propose(self, wishes: Sequence[Any]) -> list[list[int]]:
-            asked.extend(sequence.guide.sat_out for sequence, _ in wishes)
+            asked.extend((each.sequence_index, len(each.tokens)) for each, _ in wishes)
             return super().propose(wishes)
 
     async with running(llama, drafts="ngram") as engine:
         (tokens,) = await engine.run([PROMPT], config)
-        draft(engine, Asked({(0, index): tokens for index in range(4)}), FixedLengths(4))
+        draft(engine, Asked({(0, index): tokens for index in range(rows)}), FixedLengths(4))
         monkeypatch.setattr(mask_time, "STEP_SECONDS", 1e-9)
-        several = replace(config.sampling, num_return_sequences=4)
+        several = replace(config.sampling, num_return_sequences=rows)
         await engine.ended(engine.submit(PROMPT, replace(config, sampling=several)))
-        assert engine.backend.stats().late_masks
-    assert asked
-    assert not any(asked)
+        assert (rows > 1) == (engine.backend.stats().late_masks > 0)
+    # Each has drafts after any of its tokens but the last two, once.
+    assert sorted(asked) == [
+        (row, len(PROMPT) + count) for row in range(rows) for count in range(1, len(tokens) - 1)
+    ]
 
 
 async def test_only_late_rows_are_not_paused(

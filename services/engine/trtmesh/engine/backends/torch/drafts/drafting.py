@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from math import ceil
@@ -167,6 +167,8 @@ class Drafting:
         """The end and the time of the last step."""
         self._held = 0
         self._has_waited = False
+        self._sat_out = set[int]()
+        """Sequences without a token of the last step, by key."""
         self._resting_steps = 0
         """Steps launched ahead without foresight."""
 
@@ -261,11 +263,12 @@ class Drafting:
             return None
         return Speculation([], len(chunks), self._now(), is_ahead=True)
 
-    def computed(self, step: Speculation, sat_out: Container[int]) -> None:
+    def computed(self, step: Speculation, sat_out: Iterable[int]) -> None:
         """Counts the drafts of a step, before the tokens may end sequences. Those of sequences that `sat_out` are not
         verified, and had a part in the time of the step."""
+        self._sat_out = set(sat_out)
         for chunk in step.chunks:
-            if chunk.sequence.key in sat_out:
+            if chunk.sequence.key in self._sat_out:
                 step.is_typical = False
                 continue
             self.counts.drafts += bool(chunk.drafts)
@@ -322,7 +325,8 @@ class Drafting:
             followed = self._followed[sequence.key]
             # The step emits one token more than accepted drafts.
             rest = sequence.rule.limit - len(sequence.tokens) - 1
-            most = 0 if may_be_late(sequence) else rest
+            is_late = sequence.key in self._sat_out or may_be_late(sequence)
+            most = 0 if is_late else rest
             drafts.append(
                 followed.given_rest(sequence)[:most] if followed.given and most > 0 else ()
             )

@@ -34,11 +34,9 @@ LEAST_GAP: most masks come at once, and the choice must be launched before the d
 
 
 def may_be_late(sequence: Continuation) -> bool:
-    """Whether the next mask is late or expected to be, so that drafts would wait for theirs in vain."""
+    """Whether the next mask is under way or expected to take long, so that drafts would wait for theirs in vain."""
     guide = sequence.guide
-    return guide is not None and (
-        guide.is_busy or guide.sat_out > 0 or guide.last_seconds > LONG_SECONDS
-    )
+    return guide is not None and (guide.is_busy or guide.last_seconds > LONG_SECONDS)
 
 
 class Masks(Protocol):
