@@ -328,7 +328,7 @@ PARTS: list[Schema] = [
     ("guide", "problem"),
     [
         ({"properties": {"b": TAKES_LONG, "a": {"not": {}}}}, "at /properties/a cannot"),
-        ({"$defs": {"b": TAKES_LONG}, "items": {"not": {}}}, "at / cannot"),
+        ({"$defs": {"b": TAKES_LONG}, "items": {"not": {}}}, "at /items cannot"),
         (
             {"type": "structural_tag", "format": {"type": "sequence", "elements": PARTS}},
             "at /format/elements/1/json_schema cannot",
