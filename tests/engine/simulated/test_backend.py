@@ -281,12 +281,6 @@ class TestFaults:
             assert run.ends[2].reason == pb.FINISH_REASON_ERROR
             assert run.ends[2].error is not None
 
-    async def test_refuse_after_items_refuses_with_queue_full(self) -> None:
-        async with running(refuse_after_items=1) as run:
-            run.backend.submit(item(1))
-            with pytest.raises(QueueFull):
-                run.backend.submit(item(2))
-
     async def test_broken_backend_reports_failure_once(self) -> None:
         async with running(break_after_steps=5) as run:
             run.backend.submit(item(1, 50))

@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import blake2b
 
 from trtmesh.chassis import adapter_content
-from trtmesh.chassis.errors import BackendFailed, HandoffFailed, QueueFull
+from trtmesh.chassis.errors import BackendFailed, HandoffFailed
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
     AdapterLoad,
@@ -97,7 +97,6 @@ class SimulatedBackend:
     def submit(self, item: Submission) -> None:
         engine = self._engine
         rule = admit(item, self._info)
-        self._check_refusal()
         state = _state_in(item)
         running = len(engine.scheduler.running)
         check_queue(item, self._info, engine.present_sequences, running)
@@ -201,11 +200,6 @@ class SimulatedBackend:
         self._engine.stop_all(pb.FINISH_REASON_CANCELLED)
         self._deliver_leftover()
 
-    def _check_refusal(self) -> None:
-        refuse_after = self._settings.faults.refuse_after_items
-        if refuse_after is not None and self._items >= refuse_after:
-            raise QueueFull("the queue is full because simulated.faults.refuse_after_items says so")
-
     def _go_on(self) -> None:
         """Starts stepping if there is work; delivers ends between steps in the next turn."""
         if self._frozen:
@@ -233,8 +227,6 @@ class SimulatedBackend:
         seconds = (timing.step_ms + timing.step_ms_per_sequence * len(engine.batch)) / 1000
         if timing.prefill_tokens_per_second:
             seconds += prompt_tokens / timing.prefill_tokens_per_second
-        if rank_ms := self._settings.adapters.rank_step_ms:
-            seconds += rank_ms * engine.largest_rank / 1000
         if faults.slow_after_steps and engine.step_count >= faults.slow_after_steps:
             seconds *= faults.slow_factor
         now = time.monotonic()

@@ -97,7 +97,7 @@ class VocabularySettings(Settings):
 
 
 class SimulatedAdapterSettings(Settings):
-    """LoRA adapters without weights: their identity decides the tokens, and their rank the time."""
+    """LoRA adapters without weights: their identity decides the tokens."""
 
     slots: Annotated[int, Field(ge=0, le=65536)] = 0
     """Adapters ready to run at once; 0 refuses adapters."""
@@ -107,8 +107,6 @@ class SimulatedAdapterSettings(Settings):
     """Largest rank of an adapter."""
     load_ms: Milliseconds = 0.0
     """Time to load an adapter from its content, in milliseconds; one at a time."""
-    rank_step_ms: Milliseconds = 0.0
-    """Additional step time per rank of the largest adapter in the batch, in milliseconds."""
 
 
 class SimulatedHandoffSettings(Settings):
@@ -139,8 +137,6 @@ class FaultSettings(Settings):
     """Factor for the duration of slow steps."""
     fail_item: Count | None = None
     """Number, counted from 1, of the item that is admitted and fails at its first token."""
-    refuse_after_items: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """After this many admitted items, further items are refused with QUEUE_FULL."""
 
 
 class SimulatedSettings(Settings):
