@@ -224,3 +224,13 @@ def test_static_batches_are_a_policy_of_their_own(
     assert conversion.sections["engine"]["torch"]["batching"]["policy"] == "static_batch"
     assert finding(conversion, "tensorrt_llm", "parameters.gpt_model_type")[0] is Outcome.CARRIED
     assert finding(conversion, "tensorrt_llm", "parameters.batch_scheduler_policy")[0] is outcome
+
+
+@pytest.mark.parametrize("static", ["tensorrt_llm", "tensorrt_llm_b"])
+def test_static_batches_of_one_model_are_not_those_of_another(static: str, tmp_path: Path) -> None:
+    unset = {"batch_scheduler_policy": "${batch_scheduler_policy}"}
+    directory = five_models(five_models(tmp_path / "models", unset), unset, suffix="_b")
+    replace(directory, static, '"inflight_fused_batching"', '"V1"')
+    outcome, text = finding(convert(directory), "tensorrt_llm_b", "parameters.gpt_model_type")
+    assert outcome is Outcome.UNSUPPORTED
+    assert "all engines of a stack share" in text, text

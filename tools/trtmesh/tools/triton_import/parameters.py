@@ -32,6 +32,7 @@ from trtmesh.tools.triton_import.rules import (
 BATCHING = ("inflight_fused_batching", "inflight_batching", "V1")
 POLICY = (*TORCH, "batching", "policy")
 STATIC = "static_batch"
+IN_FLIGHT = "sequences join and leave at every step"
 POLICIES = one_of(
     "max_utilization",
     "guaranteed_no_evict",
@@ -86,6 +87,7 @@ BROUGHT_BACK = (
     "blocks in host memory are always brought back; kv_cache_host_memory_bytes 0 keeps none there"
 )
 RESIDENT = "weights are not streamed: they stay on the device"
+SHARED = "and all engines of a stack share the setting"
 ONE_DEVICE = "an embedded engine runs on one device; start more engines with mesh.engines"
 OF_THE_LIBRARY = "the embedded engine has no counterpart of this argument of TensorRT-LLM"
 ONE_PROMPT = "the model takes one prompt a request, without a batch dimension"
@@ -146,11 +148,18 @@ def _batching(subject: Subject, draft: Draft) -> None:
             f" {', '.join(BATCHING)}"
         )
     if subject.value == "V1":
-        draft.carry(subject, POLICY, STATIC)
+        _carry_policy(subject, draft, STATIC)
+    elif draft.get(POLICY) == STATIC:
+        draft.refuse(subject, f"batches of another model are static, {SHARED}")
     else:
-        draft.replace(
-            subject, "sequences join and leave at every step, unless the policy says otherwise"
-        )
+        draft.replace(subject, IN_FLIGHT)
+
+
+def _carry_policy(subject: Subject, draft: Draft, policy: str) -> None:
+    if policy == STATIC and any(each.text == IN_FLIGHT for each in draft.findings):
+        draft.refuse(subject, f"batches of another model are in flight, {SHARED}")
+    else:
+        draft.carry(subject, POLICY, policy)
 
 
 def _special_tokens(subject: Subject, draft: Draft) -> None:
@@ -198,7 +207,7 @@ def _beam_width(subject: Subject, draft: Draft) -> None:
 
 
 def _scheduler(subject: Subject, draft: Draft) -> None:
-    draft.carry(subject, POLICY, SCHEDULER(subject))
+    _carry_policy(subject, draft, SCHEDULER(subject))
 
 
 def _windows(subject: Subject, draft: Draft) -> None:
