@@ -8,7 +8,15 @@ from typing import Any
 
 import grpc
 import pytest
-from e2e.mesh import PATIENT, SIMULATED, Mesh, eventually, running_mesh, scrape
+from e2e.mesh import (
+    PATIENT,
+    SIMULATED,
+    Mesh,
+    eventually,
+    mesh_in_one_process,
+    running_mesh,
+    scrape,
+)
 from process_constants import constants
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
@@ -100,6 +108,25 @@ async def test_slow_client_is_paused_and_delays_no_other(
         samples = await scrape(mesh.router)
         assert samples["trtmesh_router_slow_clients_total"] >= 2
         assert samples["trtmesh_router_paused_requests"] == 0
+        await mesh.idle()
+
+
+async def test_slow_client_of_one_process_keeps_no_kv() -> None:
+    """Nobody could fetch it from a worker without a port: on the client's return it is computed again."""
+    flags = (*PATIENT, *constants(buffer_tokens=800, client_unread_seconds=3600))
+    async with mesh_in_one_process(*FLAT_OUT, router_flags=flags) as mesh:
+        async with slow_call(mesh, sequences=1, text=True) as fast:
+            whole = await read_all(fast)
+        async with slow_call(mesh, sequences=1, text=True) as call:
+            events: list[router_pb2.GenerateEvent] = []
+            assert await read(call, events)
+            await eventually(lambda: mesh.has_stage("paused"))
+            await eventually(lambda: holds_nothing(mesh))
+            events += await read_all(call)
+        assert tokens_of(events) == tokens_of(whole)
+        samples = await scrape(mesh.router)
+        assert samples["trtmesh_router_moved_sequences_total"] >= 1
+        assert not samples.get("trtmesh_router_handoffs_total")
         await mesh.idle()
 
 

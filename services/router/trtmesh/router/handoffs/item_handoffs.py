@@ -136,7 +136,7 @@ class ItemHandoffs:
                 run.on_end(End(pb.FINISH_REASON_HANDOFF))
         elif (
             self._table.may_park
-            and plan.first.worker.capabilities.has_leases
+            and _lends(plan.first.worker)
             and self._placer.may_hand_over
             and self._request.has_kv_to_share(len(self._item.encoded.token_ids))
         ):
@@ -239,8 +239,7 @@ class ItemHandoffs:
         if self._of(run) is not None:
             return True
         sender = self._table.fleet.workers.get(address)
-        # Nobody can fetch KV from the worker inside this process, which has no port.
-        if sender is None or address == LOCAL or not self._keeps_kv(run, sender):
+        if sender is None or not self._keeps_kv(run, sender):
             return False
         return self.is_moving or sender.leases.moves >= MAX_MOVES or self._move(run, sender, cause)
 
@@ -253,7 +252,7 @@ class ItemHandoffs:
     def may_move(self, run: SequenceRun) -> bool:
         """Whether a running sequence may leave its worker with its KV, and is not about to, nor has a second copy."""
         sender = self._table.fleet.workers.get(run.address)
-        free = sender is not None and sender.address != LOCAL and self._of(run) is None
+        free = sender is not None and self._of(run) is None
         free = free and isinstance(run.assignment, Handle)
         return free and sender is not None and self._keeps_kv(run, sender)
 
@@ -278,7 +277,7 @@ class ItemHandoffs:
 
     def _keeps_kv(self, run: SequenceRun, sender: Worker) -> bool:
         """Whether a running sequence may leave with the KV."""
-        if not (sender.capabilities.has_leases and self._placer.may_hand_over) or not run.token_ids:
+        if not (_lends(sender) and self._placer.may_hand_over) or not run.token_ids:
             return False
         return not run.is_beam and not self._request.is_context_only
 
@@ -383,3 +382,8 @@ class ItemHandoffs:
     def _tokens_of(self, run: SequenceRun) -> int:
         """Tokens of a sequence with its prompt."""
         return len(self._item.encoded.token_ids) + len(run.token_ids)
+
+
+def _lends(sender: Worker) -> bool:
+    """Whether KV can be fetched from a worker: the one inside this process has no port."""
+    return sender.capabilities.has_leases and sender.address != LOCAL
