@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from e2e.corruption import PACED, corrupted
-from e2e.mesh import DEMO, INSIDE, Mesh, eventually, mesh_in_one_process, running_mesh, scrape
+from e2e.mesh import (
+    DEMO,
+    INSIDE,
+    SIMULATED,
+    Mesh,
+    eventually,
+    mesh_in_one_process,
+    running_mesh,
+    scrape,
+)
 from e2e.test_broken_backend import POISON, TORCH, faulty
 from processes import ONE_PROCESS, run_to_exit
 from trtmesh.chassis.errors import BackendFailed, InvalidField, TrtmeshError, WorkerLost
@@ -136,6 +145,19 @@ async def test_drain_continues_items_elsewhere_by_computing_them_again(tmp_path:
         assert drained.moved_sequences == 1
         (item,) = await reader.stopped_at(reader.tokens() + 20)
         assert item.error is None
+        samples = (await scrape(mesh.router)).items()
+        assert not any(count for name, count in samples if "router_handoffs_total" in name)
+
+
+async def test_prompts_are_not_computed_inside_for_other_workers() -> None:
+    """None of them could fetch the KV."""
+    async with mesh_in_one_process(
+        *SIMULATED, router_flags=("--handoff-enabled", "always")
+    ) as mesh:
+        decode = await mesh.start_engine(*SIMULATED, "--role", "decode")
+        await mesh.admin.add_worker(decode.address, wait_seconds=60.0)
+        (item,) = await mesh.client.complete(["word " * 200], max_tokens=20)
+        assert (item.error, len(item.token_ids)) == (None, 20)
         samples = (await scrape(mesh.router)).items()
         assert not any(count for name, count in samples if "router_handoffs_total" in name)
 

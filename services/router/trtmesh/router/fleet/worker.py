@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -449,7 +450,9 @@ class Worker(Replica):
         self._check_twin(engine.instance)
         if engine.instance != self.description.instance:
             self.since = asyncio.get_running_loop().time()
-        self.description, self.capabilities = engine, WorkerCapabilities.of(engine)
+        self.description, able = engine, WorkerCapabilities.of(engine)
+        # Nobody can fetch KV from the worker inside this process, which has no port.
+        self.capabilities = able if self._local is None else replace(able, kv=None)
         self._steps.most_tokens = self.capabilities.max_sequence_tokens
         self.role = role_of(engine, self.load)
         self.streams += 1

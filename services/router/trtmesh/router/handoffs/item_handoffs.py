@@ -22,7 +22,6 @@ from trtmesh.router.handoffs.live_handoff import (
 )
 from trtmesh.router.handoffs.machine import Result
 from trtmesh.router.handoffs.table import HandoffTable
-from trtmesh.router.links.local import LOCAL
 from trtmesh.router.placement import Role
 from trtmesh.router.streams.sequence import End, SequenceRun
 from trtmesh.router.values.handoff_state import HandoffState
@@ -136,7 +135,7 @@ class ItemHandoffs:
                 run.on_end(End(pb.FINISH_REASON_HANDOFF))
         elif (
             self._table.may_park
-            and _lends(plan.first.worker)
+            and plan.first.worker.capabilities.has_leases
             and self._placer.may_hand_over
             and self._request.has_kv_to_share(len(self._item.encoded.token_ids))
         ):
@@ -277,7 +276,7 @@ class ItemHandoffs:
 
     def _keeps_kv(self, run: SequenceRun, sender: Worker) -> bool:
         """Whether a running sequence may leave with the KV."""
-        if not (_lends(sender) and self._placer.may_hand_over) or not run.token_ids:
+        if not (sender.capabilities.has_leases and self._placer.may_hand_over) or not run.token_ids:
             return False
         return not run.is_beam and not self._request.is_context_only
 
@@ -382,8 +381,3 @@ class ItemHandoffs:
     def _tokens_of(self, run: SequenceRun) -> int:
         """Tokens of a sequence with its prompt."""
         return len(self._item.encoded.token_ids) + len(run.token_ids)
-
-
-def _lends(sender: Worker) -> bool:
-    """Whether KV can be fetched from a worker: the one inside this process has no port."""
-    return sender.capabilities.has_leases and sender.address != LOCAL

@@ -9,7 +9,6 @@ from itertools import islice
 
 from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.links.local import LOCAL
 from trtmesh.router.movement.planner import Site, Stream
 from trtmesh.router.placement.rates import Typical
 from trtmesh.router.requests.item import ItemRun
@@ -67,7 +66,7 @@ def _site(worker: Worker, typical: Typical, stands_for: int) -> Site:
     base, one = typical.step_seconds(0), typical.step_seconds(1)
     return Site(
         address=worker.address,
-        takes=worker.ready and not worker.mismatch and able.has_leases and worker.address != LOCAL,
+        takes=worker.ready and not worker.mismatch and able.has_leases,
         sequences=guard.sequences,
         most_sequences=min(able.most_present, worker.description.max_batch_size or 2**31),
         used_blocks=guard.used_blocks,
