@@ -81,9 +81,8 @@ class SharedGraphs:
 
 def test_ranks_follow_by_the_rows_of_graphs() -> None:
     """The first alone chooses. Where its rows are others than those of the graph, nothing follows."""
-    nothing: Any = lambda *_: []  # noqa: E731
     own: Any = SimpleNamespace(move=0, synchronize=0, check=0, release_memory=0)
-    rules: Any = SimpleNamespace(by_host=nothing, guided=nothing)
+    rules: Any = SimpleNamespace(apart=lambda *_: ([], []))
     untyped: Any = None
 
     def rank() -> tuple[GraphRunner, SharedGraphs]:
