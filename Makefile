@@ -37,7 +37,7 @@ types-of-services:
 	$(BIN)/mypy services tools
 
 fast-tests:
-	$(BIN)/pytest --workers=4 -m fast
+	$(BIN)/pytest --workers=8 -m fast
 
 test: lint  ## Run lint, types, proto freshness and every test
 	$(MAKE) --no-print-directory -j2 -k every-test types fresh-protos
