@@ -19,8 +19,6 @@ def noted(tmp_path):
     pathlib.Path(f"worker_of_{__name__}").write_text(f"{os.getpid()} {tmp_path.parent}")
 """
 FIRST = f"""{COLLECTED}
-import signal, time
-
 def test_passes(capfd):
     print("told")
     assert capfd.readouterr() == ("told\\n", "")
@@ -28,6 +26,9 @@ def test_passes(capfd):
 def test_fails():
     print("what it saw")
     assert "x" == "y"
+"""
+ENDING_IN_A_TEST = """
+import signal, time
 
 def test_ends_its_process():
     # What it leaves behind has all its files open.
@@ -85,9 +86,9 @@ def pytest_runtest_logfinish():
 """
 
 
-def run(directory: Path, *options: str, status: int = 1) -> str:
+def run(directory: Path, *options: str, status: int = 1, first: str = FIRST) -> str:
     """Returns what pytest writes."""
-    (directory / "test_first.py").write_text(FIRST)
+    (directory / "test_first.py").write_text(first)
     (directory / "test_second.py").write_text(SECOND)
     (directory / "pytest.ini").touch()
     command = (sys.executable, "-m", "pytest", "-p", "workers", "-rA", *options)
@@ -102,7 +103,7 @@ def run(directory: Path, *options: str, status: int = 1) -> str:
 
 
 def test_outcomes_are_those_of_one_process(tmp_path: Path) -> None:
-    told = run(tmp_path, "--workers=2")
+    told = run(tmp_path, "--workers=2", first=FIRST + ENDING_IN_A_TEST)
     assert "2 failed, 3 passed, 1 skipped" in told
     assert "PASSED test_first.py::test_passes" in told
     assert "what it saw" in told
