@@ -85,9 +85,8 @@ class SampledDecoding(Decoding["TokenChoice"]):
     ) -> int:
         details = choice.details(row) if sequence.token_rules.wants_details else None
         sequence.tell_next(choice.token_ids[row], details, output, now_ns)
-        if end := sequence.rule.end_after(sequence.tokens):
-            self.ends = [sequence.end(*end)]
-        elif sequence.outgoing:
+        self.settle()
+        if sequence.outgoing and not self.ends:
             self.ends = [sequence.end(pb.FINISH_REASON_HANDOFF)]
         return 1
 

@@ -89,7 +89,7 @@ class Sequence(ScheduledSequence, Continuation):
     ) -> None:
         """Appends a generated token, and reports the token with details in the output of a step."""
         output.keys.append(self.key)
-        output.token_offsets.append(len(self.tokens) - self.rule.prompt_tokens)
+        output.token_offsets.append(self.generated_tokens)
         output.token_counts.append(1)
         output.token_ids.append(token)
         is_first = not self.times.first_token_ns

@@ -93,7 +93,7 @@ class GraphChoice:
         return details
 
     def _read_lines(self, log_probs: NDArray[np.float64]) -> dict[int, _Line]:
-        """The lines of rows that ask for any: all at once, because a step is as short as a few microseconds a row."""
+        """Reads the lines of all rows that ask for any at once: the host has a few microseconds a row."""
         asked = {
             row: each.token_rules.output.top_log_probs
             for row, each in enumerate(self._sequences)
