@@ -8,7 +8,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import SettingsError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
-from trtmesh.tools.triton_import.findings import Draft, Subject
+from trtmesh.tools.triton_import.findings import Draft, Outcome, Subject
 from trtmesh.tools.triton_import.hf_model import ModelLengths
 from trtmesh.tools.triton_import.rules import (
     FALSE,
@@ -29,10 +29,10 @@ from trtmesh.tools.triton_import.rules import (
     wrong,
 )
 
-BATCHING = ("inflight_fused_batching", "inflight_batching", "V1")
+IN_FLIGHT = ("inflight_fused_batching", "inflight_batching")
+BATCHING = (*IN_FLIGHT, "V1")
 POLICY = (*TORCH, "batching", "policy")
 STATIC = "static_batch"
-IN_FLIGHT = "sequences join and leave at every step"
 POLICIES = one_of(
     "max_utilization",
     "guaranteed_no_evict",
@@ -152,11 +152,12 @@ def _batching(subject: Subject, draft: Draft) -> None:
     elif draft.get(POLICY) == STATIC:
         draft.refuse(subject, f"batches of another model are static, {SHARED}")
     else:
-        draft.replace(subject, IN_FLIGHT)
+        draft.replace(subject, "sequences join and leave at every step")
 
 
 def _carry_policy(subject: Subject, draft: Draft, policy: str) -> None:
-    if policy == STATIC and any(each.text == IN_FLIGHT for each in draft.findings):
+    replaced = (each.value for each in draft.findings if each.outcome is Outcome.REPLACED)
+    if policy == STATIC and any(value in IN_FLIGHT for value in replaced):
         draft.refuse(subject, f"batches of another model are in flight, {SHARED}")
     else:
         draft.carry(subject, POLICY, policy)
