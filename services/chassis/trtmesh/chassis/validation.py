@@ -7,6 +7,7 @@ from typing import Any
 
 _WORDS: Mapping[str, str] = {
     "bool": "must be true or false",
+    "dataclass_type": "must be a mapping",
     "dict_type": "must be a mapping",
     "extra_forbidden": "is unknown",
     "finite_number": "must be finite",
@@ -30,6 +31,7 @@ _WORDS: Mapping[str, str] = {
     "too_long": "must have at most {max_length} entries",
     "too_short": "must have at least {min_length} entries",
     "tuple_type": "must be a list",
+    "unexpected_keyword_argument": "is unknown",
     "value_error": "{error}",
 }
 """Problems by pydantic's type of error, or by the first word of the type: `int` for int_parsing."""

@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from trtmesh.chassis.adapter_content import is_number
+from pydantic import BaseModel, Field, ValidationError
 from trtmesh.chassis.errors import Mismatch
 from trtmesh.chassis.validation import problem_of
 from trtmesh.router.adapters.contents import replace_file, unwritten
-from trtmesh.router.adapters.registry import EMPTY, Entry, Registry, Version
-from trtmesh.v1 import generation_pb2 as pb
-
-Format = Literal["peft", "arrays"]
-WORDS: Mapping[int, Format] = {
-    pb.ADAPTER_FORMAT_PEFT: "peft",
-    pb.ADAPTER_FORMAT_ARRAYS: "arrays",
-}
-FORMATS: Mapping[Format, int] = {word: number for number, word in WORDS.items()}
+from trtmesh.router.adapters.registry import EMPTY, IN_FILE, Entry, Registry
 
 Signature = tuple[int, int, int]
 """Time, size and inode: a change replaces the file."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class RegistryModel(BaseModel):
+    model_config = IN_FILE
 
-
-class VersionModel(_Model):
-    version: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    format: Format
-    size_bytes: Annotated[int, Field(ge=0)]
-    source: str = ""
-    share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    rank: Annotated[int, Field(ge=0, lt=2**31)] = 0
-
-
-def _name(name: str) -> str:
-    if is_number(name):
-        raise ValueError(f"{name!r} is a number, not a name")
-    return name
-
-
-class AdapterModel(_Model):
-    id: Annotated[int, Field(ge=0, lt=2**64)]
-    name: Annotated[str, AfterValidator(_name)]
-    model: str = ""
-    versions: Annotated[tuple[VersionModel, ...], Field(min_length=1)]
-    pinned: bool = False
-    brought: bool = False
-
-
-class RegistryModel(_Model):
     revision: Annotated[int, Field(ge=0)]
-    adapters: tuple[AdapterModel, ...]
+    adapters: tuple[Entry, ...]
 
 
 class RegistryFile:
@@ -114,49 +79,9 @@ class RegistryFile:
 def parse(data: bytes) -> Registry:
     """Raises ValidationError."""
     model = RegistryModel.model_validate_json(data)
-    entries = map(_entry, model.adapters)
-    return Registry({entry.key: entry for entry in entries}, model.revision)
+    return Registry({entry.key: entry for entry in model.adapters}, model.revision)
 
 
 def dump(registry: Registry) -> bytes:
-    model = RegistryModel(
-        revision=registry.revision, adapters=tuple(map(_adapter, registry.entries.values()))
-    )
-    return model.model_dump_json(indent=1, exclude_defaults=True).encode()
-
-
-def _entry(model: AdapterModel) -> Entry:
-    versions = tuple(
-        Version(
-            each.version,
-            FORMATS[each.format],
-            each.size_bytes,
-            each.source,
-            each.share,
-            each.rank,
-        )
-        for each in model.versions
-    )
-    return Entry(model.id, model.name, model.model, versions, model.pinned, model.brought)
-
-
-def _adapter(entry: Entry) -> AdapterModel:
-    versions = tuple(
-        VersionModel(
-            version=each.digest,
-            format=WORDS[each.format],
-            size_bytes=each.size_bytes,
-            source=each.source,
-            share=each.share,
-            rank=each.rank,
-        )
-        for each in entry.versions
-    )
-    return AdapterModel(
-        id=entry.id,
-        name=entry.name,
-        model=entry.model,
-        versions=versions,
-        pinned=entry.pinned,
-        brought=entry.brought,
-    )
+    model = RegistryModel(revision=registry.revision, adapters=tuple(registry.entries.values()))
+    return model.model_dump_json(indent=1, exclude_defaults=True, by_alias=True).encode()

@@ -6,14 +6,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 from trtmesh.chassis.adapter_content import AdapterContent, is_number, number_of, rank_of
 from trtmesh.chassis.errors import AlreadyExists, InvalidField, InvalidRequest, NotFound
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.values.persistent_map import K, PersistentMap
+from trtmesh.v1 import generation_pb2 as pb
 
 MAX_NAME_LENGTH = 256
+
+FORMATS = {"peft": pb.ADAPTER_FORMAT_PEFT, "arrays": pb.ADAPTER_FORMAT_ARRAYS}
+WORDS = {number: word for word, number in FORMATS.items()}
+IN_FILE = ConfigDict(extra="forbid")
+"""Of values that the registry's file has as they are. The notes beside their types are its rules."""
 
 Key = tuple[str, int]
 """Model and number of an adapter."""
@@ -22,18 +29,32 @@ VersionKey = tuple[int, str]
 """Number and version of an adapter, as workers know them."""
 
 
+def _read_format(word: object) -> int:
+    if word not in [*FORMATS]:
+        raise ValueError(f"must be {' or '.join(FORMATS)}")
+    return FORMATS[str(word)]
+
+
+def _read_name(name: str) -> str:
+    if is_number(name):
+        raise ValueError(f"{name!r} is a number, not a name")
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """A version of an adapter; `digest` names its content everywhere."""
 
-    digest: str
-    format: int
-    size_bytes: int
+    __pydantic_config__ = IN_FILE
+
+    digest: Annotated[str, Field(alias="version", pattern=r"^[0-9a-f]{32}$")]
+    format: Annotated[int, BeforeValidator(_read_format), PlainSerializer(WORDS.__getitem__)]
+    size_bytes: Annotated[int, Field(ge=0)]
     source: str = ""
     """Directory below a configured root; '' for an uploaded version."""
-    share: float = 0.0
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of new requests for a canary; 0 for the current version, which gets the rest."""
-    rank: int = 0
+    rank: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Largest rank in the configuration; 0 for unknown."""
 
     @classmethod
@@ -50,11 +71,13 @@ class Version:
 class Entry:
     """A registered adapter."""
 
-    id: int
-    name: str
-    model: str
+    __pydantic_config__ = IN_FILE
+
+    id: Annotated[int, Field(ge=0, lt=2**64)]
+    name: Annotated[str, AfterValidator(_read_name)]
+    model: Annotated[str, Field(default="")]
     """'' means the only model of the fleet."""
-    versions: tuple[Version, ...]
+    versions: Annotated[tuple[Version, ...], Field(min_length=1)]
     """The current version, then canaries."""
     pinned: bool = False
     brought: bool = False
