@@ -38,10 +38,9 @@ from trtmesh.engine.backend import (
     Submission,
 )
 from trtmesh.engine.backends.foreign.connection import Connection
-from trtmesh.engine.backends.foreign.contract import Contract, EngineFacts
+from trtmesh.engine.backends.foreign.contract import Contract, EngineFacts, LoadRecord
 from trtmesh.engine.backends.foreign.identity import Identity, identity_of, name_of
 from trtmesh.engine.backends.foreign.kv_events import ForeignBlocks
-from trtmesh.engine.backends.foreign.load import EngineLoad
 from trtmesh.engine.backends.foreign.sequence import Figures, ForeignSequence
 from trtmesh.engine.backends.foreign.settings import ForeignSettings
 from trtmesh.engine.backends.foreign.sglang import SglangContract
@@ -87,6 +86,33 @@ class Patience:
     """To end a stopped sequence; afterwards the sequence ends without it."""
     state_seconds: float = 25.0
     """For a prefill engine to keep KV for another engine; vLLM's own limit is 30 s by default."""
+
+
+class EngineLoad:
+    """The newest record, and the steps that the records prove.
+
+    A frozen engine goes on answering with the same figures. So a change of what it runs, or of the memory in use,
+    counts as a step, beside each delivery of own tokens. Its queue, which grows before a frozen engine, does not count.
+    """
+
+    def __init__(self) -> None:
+        self.record: LoadRecord | None = None
+        self.steps = 0
+
+    def take(self, record: LoadRecord) -> None:
+        before, self.record = self.record, record
+        if before is None or (record.running, record.used_share) != (
+            before.running,
+            before.used_share,
+        ):
+            self.steps += 1
+
+    def counts(self, own: int) -> tuple[int, int]:
+        """Running and waiting sequences, with `own` live ones of this process among them."""
+        if self.record is None:
+            return own, 0
+        waiting = self.record.waiting
+        return max(self.record.running, own - waiting), waiting
 
 
 class ForeignBackend:

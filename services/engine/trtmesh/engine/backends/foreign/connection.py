@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import grpc
 from trtmesh.chassis.addresses import ForeignAddress
@@ -19,8 +18,6 @@ from trtmesh.chassis.errors import (
 )
 
 S = grpc.StatusCode
-Request = TypeVar("Request")
-Response = TypeVar("Response")
 
 GONE = frozenset({S.UNAVAILABLE, S.CANCELLED, S.DEADLINE_EXCEEDED})
 """Statuses of a lost engine: another worker may continue."""
@@ -36,20 +33,18 @@ class Connection:
         self.channel = open_channel(str(address.address), max_message_bytes)
         self._answer_seconds = answer_seconds
 
-    async def ask(
-        self, method: Callable[..., Any], request: object, response: type[Response]
-    ) -> Response:
+    async def ask(self, method: Callable[..., Any], request: object) -> Any:
         """One answer. Raises AioRpcError."""
-        answer = await method(request, timeout=self._answer_seconds)
-        assert isinstance(answer, response)
-        return answer
+        return await method(request, timeout=self._answer_seconds)
 
-    @asynccontextmanager
-    async def stream(self, method: Callable[..., Any], request: object) -> AsyncIterator[Any]:
-        """An open server stream, cancelled on leaving."""
+    async def stream(
+        self, method: Callable[..., Any], request: object
+    ) -> AsyncGenerator[Any, None]:
+        """The messages of a server stream, cancelled on closing."""
         call = method(request)
         try:
-            yield call
+            async for message in call:
+                yield message
         finally:
             call.cancel()
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 from google.protobuf.json_format import MessageToDict
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as sglang
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc
-from trtmesh.engine.backends.foreign.calls import CommonCalls, guide_of, sampling_of
 from trtmesh.engine.backends.foreign.connection import Connection
-from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts
-from trtmesh.engine.backends.foreign.log_probs import asked_top
+from trtmesh.engine.backends.foreign.contract import (
+    Ask,
+    Contract,
+    EngineFacts,
+    asked_top,
+    guide_of,
+    sampling_of,
+)
 from trtmesh.engine.backends.foreign.sampling import Draws, banning
 from trtmesh.v1.generation_fields import supported_by
 
@@ -21,7 +26,7 @@ WHOLE_PROMPT, NO_PROMPT = 0, -1
 ANY_OBJECT = '{"type": "object"}'
 
 
-class SglangContract(CommonCalls):
+class SglangContract(Contract):
     """Implements Contract."""
 
     engine = "sglang"

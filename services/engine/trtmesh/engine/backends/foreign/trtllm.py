@@ -5,16 +5,23 @@ It tells neither end ids nor the load, and sends all ids again at the end of a s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 
-from smg_grpc_proto.generated import common_pb2, trtllm_service_pb2_grpc
 from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm
+from smg_grpc_proto.generated import trtllm_service_pb2_grpc
 from trtmesh.chassis.errors import UnsupportedField
 from trtmesh.engine.backend import Submission
-from trtmesh.engine.backends.foreign.calls import CommonCalls, ended
 from trtmesh.engine.backends.foreign.connection import Connection
-from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, LoadRecord, News
-from trtmesh.engine.backends.foreign.log_probs import asked_top, most_likely
+from trtmesh.engine.backends.foreign.contract import (
+    Ask,
+    Contract,
+    EngineFacts,
+    LoadRecord,
+    News,
+    asked_top,
+    ended,
+    most_likely,
+)
 from trtmesh.engine.backends.foreign.sampling import Draws, bad_ids_of
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import supported_by
@@ -28,7 +35,7 @@ GUIDES = {
 }
 
 
-class TrtllmContract(CommonCalls):
+class TrtllmContract(Contract):
     """Implements Contract."""
 
     engine = "trtllm"
@@ -67,7 +74,6 @@ class TrtllmContract(CommonCalls):
         await self.tell("Abort", request_id=call_id)
 
     async def load(self) -> LoadRecord | None:
-        await self.illness()
         return None
 
     async def illness(self) -> str:
@@ -86,9 +92,6 @@ class TrtllmContract(CommonCalls):
         news = News(chunk.token_ids, chunk.cached_tokens)
         _add_log_probs(news, chunk.logprobs, ask.output.top_log_probs)
         return news
-
-    def kv_events(self) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        raise AssertionError("the backend follows no KV events of an engine without a block size")
 
 
 def request_of(ask: Ask) -> trtllm.GenerateRequest:

@@ -6,11 +6,17 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.engine.backend import StateKind, Submission
-from trtmesh.engine.backends.foreign.calls import CommonCalls, guide_of, sampling_of
 from trtmesh.engine.backends.foreign.connection import Connection
-from trtmesh.engine.backends.foreign.contract import Ask, EngineFacts, News
-from trtmesh.engine.backends.foreign.load import record_of
-from trtmesh.engine.backends.foreign.log_probs import asked_top
+from trtmesh.engine.backends.foreign.contract import (
+    Ask,
+    Contract,
+    EngineFacts,
+    News,
+    asked_top,
+    guide_of,
+    record_of,
+    sampling_of,
+)
 from trtmesh.engine.backends.foreign.sampling import Draws, banning, int32_of
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1.generation_fields import supported_by
@@ -25,7 +31,7 @@ MOST_TOP_LOG_PROBS = 19
 """vLLM takes 20 by default, and the chosen id may be one of them."""
 
 
-class VllmContract(CommonCalls):
+class VllmContract(Contract):
     """Implements Contract."""
 
     engine = "vllm"
