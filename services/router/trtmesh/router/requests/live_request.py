@@ -1,10 +1,10 @@
-"""A request for the duration of the RPC."""
+"""A request for the duration of the RPC, and its items from start to end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import copy_context
 from functools import partial
 from os import urandom
@@ -41,7 +41,8 @@ class Admitted:
 
 
 class LiveRequest:
-    """A request for the duration of the RPC."""
+    """A request for the duration of the RPC. Runs its items from `start` to `end_items`, as a call of its start
+    queues."""
 
     def __init__(
         self,
@@ -99,34 +100,27 @@ class LiveRequest:
         self.gone: asyncio.Event | None = None
         """Set at the end of the call, once anybody waits for it."""
         self._handler = asyncio.current_task()
-        self.waiting = deque(zip(admitted.items, self.permits, strict=True))
+        self._unbegun = deque(zip(admitted.items, self.permits, strict=True))
         """Items that have not begun."""
         self.items: list[ItemRun] = []
         """The others."""
         self._stopped = set[int]()
         """Items that were stopped before they began."""
-        self._live_items = len(self.waiting)
+        self._account = admitted.account
+        self._log_context = copy_context()
+        """Of the request: turns are given in the contexts of others."""
+        self._running: dict[Permit, asyncio.Task[None]] = {}
+        """The items that were not cancelled."""
+        self._left = len(self._unbegun)
+        self._ending = False
+        self._over: asyncio.Future[None] | None = None
+        """Of `end_items`, which waits for the last item."""
         self._refusal = ""
         for refused in request.refused:
             if refused.batch_index not in received.finished_items:
                 self._refusal = refused.error.reason
                 ItemEvents(refused.batch_index, self.context).failed(refused.error, pb.Usage())
-        if not self.waiting:
-            self.client.close()
-
-    def begin_next(self, on_over: Callable[[], None]) -> ItemRun:
-        requested, permit = self.waiting.popleft()
-        run = ItemRun if self.context.trace is None else TracedItemRun
-        item = run(self.context, requested, permit, on_over)
-        self.items.append(item)
-        if requested.batch_index in self._stopped:
-            item.stop()
-        return item
-
-    def item_ended(self) -> None:
-        """The end of the last item closes the client's stream."""
-        self._live_items -= 1
-        if not self._live_items:
+        if not self._unbegun:
             self.client.close()
 
     @property
@@ -139,7 +133,7 @@ class LiveRequest:
 
     def unplaced(self) -> Iterator[tuple[ItemRequest, int]]:
         """Its items that wait for a worker, each with the number of sequences. Read by the thread of the metrics."""
-        for requested, _ in [*self.waiting]:
+        for requested, _ in [*self._unbegun]:
             yield requested, requested.sequences
         for item in [*self.items]:
             if sequences := item.unplaced:
@@ -150,7 +144,7 @@ class LiveRequest:
         before = len(self._stopped)
         self._stopped.update(
             item.batch_index
-            for item, _ in self.waiting
+            for item, _ in self._unbegun
             if not batch_indexes or item.batch_index in batch_indexes
         )
         chosen = [
@@ -175,7 +169,75 @@ class LiveRequest:
             self.ended = error
             self._handler.cancel()
 
-    def dissolve(self) -> None:
+    def start(self) -> None:
+        """Starts the first item at once, as part of the request's own turn, and the others in turns."""
+        if self._unbegun:
+            self._start_next()
+        if self._unbegun:
+            self.context.starting.add(self)
+
+    async def end_items(self) -> None:
+        """Ends all items, even if this wait is cancelled. Items that have not started never do."""
+        self._ending = True
+        if self._unbegun:
+            self.context.starting.remove(self)
+        while self._unbegun:
+            self._leave(self._unbegun.popleft()[1])
+        if self._running:
+            self.context.running.add(self)
+        if self._left:
+            self._over = asyncio.get_running_loop().create_future()
+            await self._over
+        else:
+            self._dissolve()
+
+    def proceed(self) -> None:
+        """Starts or cancels the next item."""
+        if not self._ending:
+            self._start_next()
+            if self._unbegun:
+                self.context.starting.add_later(self)
+        elif self._running:
+            permit = next(iter(self._running))
+            task = self._running.pop(permit)
+            # Its end never waits, but only queues commands.
+            task.cancel()
+            if self._running:
+                self.context.running.add_later(self)
+
+    def _start_next(self) -> None:
+        requested, permit = self._unbegun.popleft()
+        kind = ItemRun if self.context.trace is None else TracedItemRun
+        ended = partial(self._ended, permit)
+        item = kind(self.context, requested, permit, ended)
+        self.items.append(item)
+        if requested.batch_index in self._stopped:
+            item.stop()
+        context = self._log_context.copy()
+        task = asyncio.get_running_loop().create_task(item.run(), context=context)
+        self._running[permit] = task
+        # Also of the task, because a task cancelled before the first step runs no code.
+        task.add_done_callback(ended)
+
+    def _ended(self, permit: Permit, *_: object) -> None:
+        if not permit.valid:
+            return
+        self._running.pop(permit, None)
+        self._leave(permit)
+        if self._ending and not self._left:
+            self._dissolve()
+            if self._over is not None and not self._over.done():
+                self._over.set_result(None)
+
+    def _leave(self, permit: Permit) -> None:
+        """The end of the last item closes the client's stream."""
+        permit.give_back()
+        self._account.item_ended()
+        self._left -= 1
+        if not self._left:
+            self.client.close()
+
+    def _dissolve(self) -> None:
         """Breaks the request's reference cycles after the end, so that memory is freed at once."""
         self.client.watcher = None
         for item in self.items:
@@ -190,81 +252,3 @@ class LiveRequest:
             self._paused.discard(self)
         for item in self.items:
             item.on_pace()
-
-
-class ItemTasks:
-    """Runs the items of a request from `start` to `end`, as a call of its start queues."""
-
-    def __init__(self, live: LiveRequest, account: Account) -> None:
-        self._live = live
-        self._account = account
-        self._log_context = copy_context()
-        """Of the request: turns are given in the contexts of others."""
-        self._running: dict[Permit, asyncio.Task[None]] = {}
-        """The items that were not cancelled."""
-        self._left = len(live.waiting)
-        self._ending = False
-        self._over: asyncio.Future[None] | None = None
-        """Of `end`, which waits for the last item."""
-
-    def start(self) -> None:
-        """Starts the first item at once, as part of the request's own turn, and the others in turns."""
-        if self._live.waiting:
-            self._start_next()
-        if self._live.waiting:
-            self._live.context.starting.add(self)
-
-    async def end(self) -> None:
-        """Ends all items, even if this wait is cancelled. Items that have not started never do."""
-        self._ending = True
-        context = self._live.context
-        if self._live.waiting:
-            context.starting.remove(self)
-        while self._live.waiting:
-            self._leave(self._live.waiting.popleft()[1])
-        if self._running:
-            context.running.add(self)
-        if self._left:
-            self._over = asyncio.get_running_loop().create_future()
-            await self._over
-        else:
-            self._live.dissolve()
-
-    def proceed(self) -> None:
-        """Starts or cancels the next item."""
-        context = self._live.context
-        if not self._ending:
-            self._start_next()
-            if self._live.waiting:
-                context.starting.add_later(self)
-        elif self._running:
-            permit = next(iter(self._running))
-            task = self._running.pop(permit)
-            # Its end never waits, but only queues commands.
-            task.cancel()
-            if self._running:
-                context.running.add_later(self)
-
-    def _start_next(self) -> None:
-        permit = self._live.waiting[0][1]
-        ended = partial(self._ended, permit)
-        run, context = self._live.begin_next(ended).run(), self._log_context.copy()
-        task = self._running[permit] = asyncio.get_running_loop().create_task(run, context=context)
-        # Also of the task, because a task cancelled before the first step runs no code.
-        task.add_done_callback(ended)
-
-    def _ended(self, permit: Permit, *_: object) -> None:
-        if not permit.valid:
-            return
-        self._running.pop(permit, None)
-        self._live.item_ended()
-        self._leave(permit)
-        if self._ending and not self._left:
-            self._live.dissolve()
-            if self._over is not None and not self._over.done():
-                self._over.set_result(None)
-
-    def _leave(self, permit: Permit) -> None:
-        permit.give_back()
-        self._account.item_ended()
-        self._left -= 1

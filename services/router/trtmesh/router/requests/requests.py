@@ -21,7 +21,7 @@ from trtmesh.chassis.quoting import quoted
 from trtmesh.router.callers.identity import Identity
 from trtmesh.router.metrics import ModelMetrics
 from trtmesh.router.requests.context import Mesh
-from trtmesh.router.requests.live_request import Admitted, ItemTasks, LiveRequest
+from trtmesh.router.requests.live_request import Admitted, LiveRequest
 from trtmesh.router.streams import client_stream
 from trtmesh.router.streams.client_stream import ClientLimits
 from trtmesh.router.tracing import CallTrace
@@ -76,8 +76,7 @@ class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
             self._origin,
             self._trace,
         )
-        self._tasks = ItemTasks(live, admitted.account)
-        self._tasks.start()
+        live.start()
         return live
 
     async def __aexit__(self, *_: object) -> None:
@@ -85,7 +84,7 @@ class RunningRequest(AbstractAsyncContextManager[LiveRequest]):
         # Before any await, since a cancellation by the client could interrupt the await.
         self._requests.ended(self._live)
         self._live.pace.close()
-        await self._tasks.end()
+        await self._live.end_items()
 
 
 class Requests:
@@ -206,11 +205,9 @@ class Requests:
     def served_model(self, name: str) -> str:
         """Resolves a model's name; '' means the first of `router.models`, else the only model. A model of
         `router.models` needs no worker yet. Raises NoWorker or ModelNotFound."""
-        models, configured = self._mesh.fleet.models(), self._mesh.fleet.configured
-        name = name or next(iter(configured), "")
-        if name in models or name in configured:
-            return name
-        if not models:
+        if known := self._known_model(name):
+            return known
+        if not (models := self._mesh.fleet.models()):
             raise NoWorker(self._mesh.fleet.why_no_models(), retry_after_ms=1000)
         known = ", ".join(sorted(models))
         if name:
@@ -220,8 +217,6 @@ class Requests:
                 value=quoted(name),
                 limit=f"one of {known}",
             )
-        if len(models) == 1:
-            return next(iter(models))
         raise ModelNotFound(
             f"is empty but several are served: {known}; the router's setting models chooses a default",
             field="model",
@@ -230,11 +225,13 @@ class Requests:
 
     def metrics_of(self, name: str) -> ModelMetrics:
         """Returns the metrics of a model by the name in a request. Unserved names count together."""
+        return self._mesh.metrics.models[self._known_model(name)]
+
+    def _known_model(self, name: str) -> str:
+        """The model that a request means by a name, or ''."""
         models, configured = self._mesh.fleet.models(), self._mesh.fleet.configured
-        name = name or next(iter(configured), "")
-        if not name and len(models) == 1:
-            name = next(iter(models))
-        return self._mesh.metrics.models[name if name in models or name in configured else ""]
+        name = name or next(iter(configured or (models if len(models) == 1 else ())), "")
+        return name if name in models or name in configured else ""
 
     def unplaced(self) -> Iterator[tuple[str, ItemRequest, int]]:
         """The items that wait for a worker: the model, the item, its waiting sequences. Called on the thread of the
