@@ -18,6 +18,7 @@ from trtmesh.engine.backends.torch.guided import grammars, guidance, schemas, tr
 from trtmesh.engine.backends.torch.sampling import mask_time
 from trtmesh.router.doors.http import json_bodies, port
 from trtmesh.router.doors.triton import calls, tensors
+from trtmesh.router.doors.triton.grpc.door import MOST_REQUESTS_OF_A_STREAM
 from trtmesh.router.doors.triton.http.door import HttpSettings
 from trtmesh.router.settings import RouterSettings
 from trtmesh.router.streams import client_stream
@@ -123,6 +124,7 @@ TABLES: dict[str, list[Row]] = {
         ("seconds for masks in a step", mask_time.STEP_SECONDS, "the sequence sits out"),
     ],
     "A Triton request": [
+        ("requests of a stream at once", MOST_REQUESTS_OF_A_STREAM, "QUEUE_FULL; stops are taken"),
         ("characters of its id", calls.MOST_ID_CHARACTERS, INVALID),
         ("parameters, also of an input or output", calls.MOST_PARAMETERS, INVALID),
         ("requested outputs", calls.MOST_OUTPUTS, INVALID),

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
-from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, UnsupportedCall
+from trtmesh.chassis.errors import (
+    InternalError,
+    QueueFull,
+    SlowClient,
+    TrtmeshError,
+    UnsupportedCall,
+)
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import Occasionally, request_id_bound
@@ -18,7 +24,7 @@ from trtmesh.chassis.quoting import cut
 from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
-from trtmesh.router.doors.generation import ErrorWording, caller_of
+from trtmesh.router.doors.generation import Caller, ErrorWording, caller_of
 from trtmesh.router.doors.triton.answers import Answer, OnlyResponse
 from trtmesh.router.doors.triton.calls import MOST_ID_CHARACTERS
 from trtmesh.router.doors.triton.grpc.responses import ResponseWriter
@@ -28,16 +34,19 @@ from trtmesh.router.doors.triton.server import (
     TritonServer,
     unsupported,
 )
+from trtmesh.router.doors.triton.templates.template import Call
 
 log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
-MOST_REQUESTS_OF_A_STREAM = 4096
-"""Concurrent requests of a stream; more are read as running requests end."""
+MOST_REQUESTS_OF_A_STREAM = 8192
+"""Concurrent requests of a stream, as many as `admission.max_items` has by default. More are refused: if they waited,
+they would hold up the stops behind them."""
 
 Describe = Callable[[TritonServer, Any], Any]
+Serve = Callable[[Call, ReceivedMessage, Caller, Sink[Answer]], Awaitable[None]]
 DESCRIPTIONS: Mapping[str, Describe] = {
     "ServerLive": lambda _, __: kserve.ServerLiveResponse(live=True),
     "ServerReady": lambda server, _: kserve.ServerReadyResponse(ready=server.is_ready()),
@@ -134,7 +143,6 @@ class _InferStream:
         self._cut_off = False
         """Whether a write was cancelled half-way: the stream must end."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._one_is_over = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         """What ended the stream."""
@@ -154,11 +162,11 @@ class _InferStream:
                     # The last one needs no task of its own, and its end leaves with the end of the call. All calls
                     # that began in this pass read their requests in the next.
                     await asyncio.sleep(0)
-                    await self._serve_one(request, context.message)
+                    await self._serve_one(request, context.message, self._server.serve)
                 else:
                     await self._begin(request, context.message)
             if self._tasks:
-                await self._wait_for_fewer_than(1)
+                await asyncio.wait(self._tasks)
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
@@ -171,30 +179,36 @@ class _InferStream:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _begin(self, request: Any, message: ReceivedMessage) -> None:
-        """Serves a request beside those that follow."""
-        task = asyncio.create_task(self._serve_one(request, message))
+        """Serves a request beside those that follow. On a full stream it is answered before the next is read, so that
+        a client that reads no answers sends no more."""
+        if len(self._tasks) >= MOST_REQUESTS_OF_A_STREAM:
+            await self._serve_one(request, message, self._stop)
+            return
+        task = asyncio.create_task(self._serve_one(request, message, self._server.serve))
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
         # Its first step counts as time of this call, which then gives way to others.
         await asyncio.sleep(0)
-        # Before the next request is read: meanwhile it counts as unread bytes.
-        await self._wait_for_fewer_than(MOST_REQUESTS_OF_A_STREAM)
-
-    async def _wait_for_fewer_than(self, requests: int) -> None:
-        while len(self._tasks) >= requests:
-            self._one_is_over.clear()
-            await self._one_is_over.wait()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._one_is_over.set()
         failure = None if task.cancelled() else task.exception()
         if failure is not None and self._failure is None and self._reader is not None:
             self._failure = failure
             self._reader.cancel()
 
-    async def _serve_one(self, request: Any, message: ReceivedMessage) -> None:
-        """Serves a request and the message it came in. Errors become responses; only a slow client ends the stream."""
+    async def _stop(
+        self, call: Call, message: ReceivedMessage, caller: Caller, sink: Sink[Answer]
+    ) -> None:
+        """Serves a stop. Raises QueueFull for all else."""
+        if not call.stops:
+            most = MOST_REQUESTS_OF_A_STREAM
+            raise QueueFull.of(most, f"this stream has {len(self._tasks)} requests")
+        await self._server.serve(call, message, caller, sink)
+
+    async def _serve_one(self, request: Any, message: ReceivedMessage, serve: Serve) -> None:
+        """Reads a request from its message and has `serve` answer it. Errors become responses; only a slow client ends
+        the stream."""
         # A name or an id beyond the limits is refused, and echoed up to them.
         name, own_id = cut(request.model_name), cut(request.id, MOST_ID_CHARACTERS)
         writer, wording = ResponseWriter(name, own_id), ErrorWording()
@@ -206,7 +220,7 @@ class _InferStream:
                     responses = _Responses(self, writer, wording, parameter)
                     with self._server.arriving(message, caller, request.id):
                         call = await self._server.read(message, request, wording)
-                        await self._server.serve(call, message, caller, responses)
+                        await serve(call, message, caller, responses)
             except SlowClient:
                 raise
             except TrtmeshError as error:
