@@ -22,7 +22,7 @@ from torch import Tensor
 from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding
 from trtmesh.engine.admission import admit
 from trtmesh.engine.backend import PromptDetails, StepOutput, Submission
-from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
+from trtmesh.engine.backends.torch.compute.device import Compute, Forward
 from trtmesh.engine.backends.torch.drafts import drafting
 from trtmesh.engine.backends.torch.drafts.drafter import Wish
 from trtmesh.engine.backends.torch.engine import Launched
@@ -205,14 +205,16 @@ class Following:
         self._hidden: list[tuple[Sequence, int]] = []
         self._ids: list[int] = []
         self.opened = 0
-        self.move, self.prepare, self.rank = compute.move, compute.prepare, compute.rank
+        self.move, self.rank = compute.move, compute.rank
         self.synchronize, self.check = compute.synchronize, compute.check
         self.release_memory, self.verify = compute.release_memory, compute.verify
         self.most_run_tokens = None
 
-    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+    def forward(
+        self, chunks: SequenceOf[Chunk], written: Callable[[int], None] | None = None
+    ) -> Forward:
         self._hidden, self.may_follow = [], False
-        return self._compute.forward(batch, written)
+        return self._compute.forward(chunks, written)
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         # The tokens of the last chunks are known.
@@ -224,7 +226,7 @@ class Following:
             self._hidden = []
             raise RuntimeError("the device has no memory")
         with self._known():
-            return self._compute.forward(self._compute.prepare(chunks))
+            return self._compute.forward(chunks)
 
     def can_follow(self, chunk: Chunk) -> bool:
         return chunk.completes and chunk.count == 1

@@ -25,7 +25,7 @@ from trtmesh.engine.backends.torch.accelerator import (
     Accelerator,
 )
 from trtmesh.engine.backends.torch.backend import TorchBackend
-from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
+from trtmesh.engine.backends.torch.compute.device import Compute, Forward
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize, probe
 from trtmesh.engine.backends.torch.compute.paged_attention import PagedAttention
 from trtmesh.engine.backends.torch.compute.runner import Runner
@@ -34,6 +34,7 @@ from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.model import Model, load_model
 from trtmesh.engine.backends.torch.sampling.choice import Chooser, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
+from trtmesh.engine.backends.torch.sequence import Chunk
 from trtmesh.engine.backends.torch.settings import TorchSettings
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -73,11 +74,13 @@ class NarrowRunner(Runner):
         self.choose = choose
         self.release_memory = self._release
 
-    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
-        if len(batch.token_ids) > self._most_tokens:
+    def forward(
+        self, chunks: SequenceOf[Chunk], written: Callable[[int], None] | None = None
+    ) -> Forward:
+        if sum(chunk.count for chunk in chunks) > self._most_tokens:
             self.failed += 1
             raise out_of_memory("2.00 GiB")
-        forward = super().forward(batch, written)
+        forward = super().forward(chunks, written)
         place = self._logits[: len(forward.logits)]
         place.copy_(forward.logits)
         return Forward(forward.completing, place, forward.given)

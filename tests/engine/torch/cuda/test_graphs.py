@@ -87,8 +87,7 @@ def test_ranks_follow_by_the_rows_of_graphs() -> None:
 
     def rank() -> tuple[GraphRunner, SharedGraphs]:
         graphs: Any = SharedGraphs()
-        cpu = torch.device("cpu")
-        return GraphRunner(own, graphs, untyped, None, rules, untyped, cpu), graphs
+        return GraphRunner(own, graphs, untyped, None, rules, untyped), graphs
 
     chunks: list[Any] = [SimpleNamespace(sequence=SimpleNamespace(key=key)) for key in range(3)]
     (first, its), (other, others) = rank(), rank()

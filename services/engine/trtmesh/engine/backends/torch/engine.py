@@ -385,11 +385,10 @@ class Engine:
                 # Drafts must not be the fault of an item.
                 for chunk in part:
                     chunk.drop_drafts()
-            batch = self._compute.prepare(part)
             if not self._handoffs.outgoing:
-                return self._compute.forward(batch)
+                return self._compute.forward(part)
             sending = self._handoffs.sending(part)
-            forward = self._compute.forward(batch, self._announcer(sending))
+            forward = self._compute.forward(part, self._announcer(sending))
             step.sending += sending
             return forward
 

@@ -18,45 +18,13 @@ from trtmesh.engine.backends.torch.memory.kvcache import (
     KvCache,
     copy_blocks,
 )
-from trtmesh.engine.backends.torch.model.attention import StepTokens
-from trtmesh.engine.backends.torch.model.lora_layers import (
-    AdapterRows,
-    Products,
-    SlotMemory,
-    UpdateTable,
-)
+from trtmesh.engine.backends.torch.model.lora_layers import Products, SlotMemory, UpdateTable
 from trtmesh.engine.backends.torch.model.model import Fitted, Model
-from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
 from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import indexes
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling.blocks import Move
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The flat batch of a step."""
-
-    token_ids: Tensor
-    """[tokens]"""
-    positions: Tensor
-    """[tokens]"""
-    step: StepTokens
-    tables: list[tuple[slice, PromptTable]]
-    """Prompt tables with their ranges of tokens."""
-    kept_rows: Tensor
-    """Tokens with needed logits, first for `completing`, then for the drafts, then for `reading`."""
-    completing: list[Chunk]
-    drafted: list[Chunk]
-    """Completing chunks with drafts. Their drafts' rows follow those of `completing`."""
-    reading: list[tuple[Chunk, int]]
-    """Chunks with the number of logits for their readers."""
-    adapters: list[AdapterRows]
-    decoding: SequenceOf[Chunk] = ()
-    """Chunks of a single token, computed by the device in another way; the other fields leave these out."""
-    prefilling: SequenceOf[Chunk] = ()
-    """Chunks computed in a third way, left out as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +64,10 @@ class Compute(Protocol):
     def move(self, moves: SequenceOf[Move]) -> None:
         """Copies and clears blocks."""
 
-    def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
-        """Lays the chunks out as a flat batch."""
-
-    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
-        """Writes the KV of a batch and computes the logits. A device without delay calls `written` after writing the KV
+    def forward(
+        self, chunks: SequenceOf[Chunk], written: Callable[[int], None] | None = None
+    ) -> Forward:
+        """Writes the KV of chunks and computes the logits. A device without delay calls `written` after writing the KV
         of each layer."""
 
     @property

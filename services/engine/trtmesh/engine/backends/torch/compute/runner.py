@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.compute.device import Batch, Drafted, Forward
+from trtmesh.engine.backends.torch.compute.device import Drafted, Forward
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens, attach
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows
@@ -27,6 +28,27 @@ class ChoosesTokens(Protocol):
     def choose(self, sequences: Sequence[Continuation], logits: Tensor) -> TokenChoice: ...
 
     def rank(self, lanes: Sequence[Continuation], logits: Tensor) -> Ranking: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The flat batch of a step."""
+
+    token_ids: Tensor
+    """[tokens]"""
+    positions: Tensor
+    """[tokens]"""
+    step: StepTokens
+    tables: list[tuple[slice, PromptTable]]
+    """Prompt tables with their ranges of tokens."""
+    kept_rows: Tensor
+    """Tokens with needed logits, first for `completing`, then for the drafts, then for `reading`."""
+    completing: list[Chunk]
+    drafted: list[Chunk]
+    """Completing chunks with drafts. Their drafts' rows follow those of `completing`."""
+    reading: list[tuple[Chunk, int]]
+    """Chunks with the number of logits for their readers."""
+    adapters: list[AdapterRows]
 
 
 class Runner:
@@ -59,7 +81,13 @@ class Runner:
         self.release_memory = release_memory
         self._synchronize = synchronize
 
+    def forward(
+        self, chunks: Sequence[Chunk], written: Callable[[int], None] | None = None
+    ) -> Forward:
+        return self.compute(self.prepare(chunks), written)
+
     def prepare(self, chunks: Sequence[Chunk]) -> Batch:
+        """Lays the chunks out as a flat batch, and copies it to the device."""
         ordered = sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.start))
         token_ids: list[int] = []
         rows: list[int] = []
@@ -108,7 +136,8 @@ class Runner:
         if self._synchronize:
             self._synchronize()
 
-    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+    def compute(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+        """`forward` of a prepared batch."""
         self._attention.begin(batch.step, None if self._synchronize else written)
         if self._model.adapters:
             self._model.adapters.begin(batch.adapters)

@@ -153,7 +153,7 @@ def _paged(model: Model, prompts: list[list[int]], chunks: Parts, device: Device
             sequence.tokens += prompt[start : start + count]
             step.append(Chunk(sequence, start, count))
         try:
-            forward = compute.forward(compute.prepare(step))
+            forward = compute.forward(step)
         except Exception as error:
             raise ModelUnusable(f"the model cannot be paged: {error}") from error
         for chunk, row in zip(forward.completing, forward.logits, strict=True):

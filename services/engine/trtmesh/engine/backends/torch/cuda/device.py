@@ -178,7 +178,7 @@ class Cuda(Accelerator):
                 f"steps of model type {model.module.config.model_type} cannot be captured on {self.name}, as several"
                 " GPUs need; the log has the reason; name one in engine.torch.device"
             )
-        return GraphRunner(runner, graphs, chunks, runs, rules, chooser, self.name)
+        return GraphRunner(runner, graphs, chunks, runs, rules, chooser)
 
     def _attention(self, cache: KvCache, tables: BlockTables) -> GraphAttention:
         return KernelAttention(cache, tables)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
-from trtmesh.engine.backends.torch.compute.device import Batch, Drafted, Forward
+from trtmesh.engine.backends.torch.compute.device import Drafted, Forward
 from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cuda.capturing import Rows
 from trtmesh.engine.backends.torch.cuda.choice import GraphChoice, PickedChoice
@@ -17,7 +15,6 @@ from trtmesh.engine.backends.torch.cuda.chunk_graphs import ChunkGraphs
 from trtmesh.engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from trtmesh.engine.backends.torch.cuda.ruled_rows import RuledRows
 from trtmesh.engine.backends.torch.cuda.run_graphs import RunGraphs
-from trtmesh.engine.backends.torch.model.attention import StepTokens
 from trtmesh.engine.backends.torch.sampling.choice import Chooser, Ranking, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import indexes
@@ -35,7 +32,6 @@ class GraphRunner:
         runs: RunGraphs | None,
         rules: RuledRows,
         chooser: Chooser,
-        device: torch.device,
     ) -> None:
         """`runner` computes, and `chooser` chooses, all that no graph can. `runs` are for drafts; None without any."""
         self._runner = runner
@@ -46,7 +42,6 @@ class GraphRunner:
         self._own = graphs
         self._rules = rules
         self._chooser = chooser
-        self._nothing = _nothing(device)
         # Of the last step, where graphs computed any.
         self._rows: Rows | None = None
         self._decoded = 0
@@ -65,24 +60,17 @@ class GraphRunner:
     def most_run_tokens(self) -> int | None:
         return self._runs.most_rows if self._runs and self._runs.are_captured else None
 
-    def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
-        graphs = self._graphs
-        if self._runs and any(chunk.drafts for chunk in chunks):
-            rows = sum(chunk.count for chunk in chunks if self._runs.takes(chunk))
-            if rows <= self._runs.most_rows:
-                graphs = self._runs
-        decoding = [chunk for chunk in chunks if graphs.takes(chunk)]
-        if len(decoding) == len(chunks):
-            return replace(self._nothing, decoding=decoding)
-        taken = {chunk.sequence.key for chunk in decoding}
-        rest = [chunk for chunk in chunks if chunk.sequence.key not in taken]
-        if self._chunks.takes(rest):
-            return replace(self._nothing, decoding=decoding, prefilling=rest)
-        return replace(self._runner.prepare(rest), decoding=decoding)
-
-    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
+    def forward(
+        self, chunks: SequenceOf[Chunk], written: Callable[[int], None] | None = None
+    ) -> Forward:
         self._rows, self.may_follow = None, False
-        decoding = list(batch.decoding)
+        decoding = self._decoding(chunks)
+        taken = {chunk.sequence.key for chunk in decoding}
+        prefilling = [chunk for chunk in chunks if chunk.sequence.key not in taken]
+        batch = None
+        if prefilling and not self._chunks.takes(prefilling):
+            # Before any launch, for whose end its copies to the device would wait.
+            batch = self._runner.prepare(prefilling)
         self._decoded = len(decoding)
         self._own, rows, drafted = self._graphs, None, list[Drafted]()
         if self._runs and any(chunk.drafts for chunk in decoding):
@@ -90,8 +78,8 @@ class GraphRunner:
             rows, drafted = self._runs.launch_runs(decoding)
         elif decoding:
             rows = self._graphs.launch(decoding)
-        if len(batch.token_ids):
-            rest = self._runner.forward(batch, written)
+        if batch:
+            rest = self._runner.compute(batch, written)
             if rows is None:
                 return rest
             logits = torch.cat((rows.logits.float(), rest.logits))
@@ -99,12 +87,21 @@ class GraphRunner:
             self._completing = decoding + rest.completing
             return Forward(self._completing, logits, rest.given, [*drafted, *rest.drafted])
         self.captured_steps += 1
-        completing = [chunk for chunk in batch.prefilling if chunk.completes]
-        if batch.prefilling:
-            rows = self._own.with_more(rows, self._chunks.launch(batch.prefilling))
+        completing = [chunk for chunk in prefilling if chunk.completes]
+        if prefilling:
+            rows = self._own.with_more(rows, self._chunks.launch(prefilling))
         assert rows
         self._rows, self._completing = rows, decoding + completing
         return Forward(self._completing, rows.logits, [], drafted)
+
+    def _decoding(self, chunks: SequenceOf[Chunk]) -> list[Chunk]:
+        """The chunks for the graphs of decode steps, or of new tokens with drafts where these have room."""
+        graphs = self._graphs
+        if self._runs and any(chunk.drafts for chunk in chunks):
+            rows = sum(chunk.count for chunk in chunks if self._runs.takes(chunk))
+            if rows <= self._runs.most_rows:
+                graphs = self._runs
+        return [chunk for chunk in chunks if graphs.takes(chunk)]
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         # Other ranks than the first choose nothing: theirs are the rows of the graphs.
@@ -194,20 +191,3 @@ def _with_rows(
     if log_probs.data_ptr() != found.data_ptr():
         log_probs[indexes(rows, found)] = found[indexes(rows, found)]
     return log_probs
-
-
-def _nothing(device: torch.device) -> Batch:
-    """A batch without chunks."""
-    none = np.zeros(0, dtype=np.int64)
-    empty = torch.zeros(0, dtype=torch.int64, device=device)
-    return Batch(
-        token_ids=empty,
-        positions=empty,
-        step=StepTokens(none, none, none, 0, empty),
-        tables=[],
-        kept_rows=empty,
-        completing=[],
-        drafted=[],
-        reading=[],
-        adapters=[],
-    )

@@ -129,14 +129,14 @@ class DraftModel:
 
     def _catch_up(self, shadow: Sequence) -> None:
         count = min(_lacking(shadow) - 1, TOKENS_AT_ONCE)
-        self._compute.forward(self._compute.prepare([Chunk(shadow, shadow.num_computed, count)]))
+        self._compute.forward([Chunk(shadow, shadow.num_computed, count)])
         shadow.num_computed += count
 
     def _draw(self, shadows: list[Sequence], lacking: Mapping[int, int]) -> int:
         """Adds drafts to each, of at most `lacking` by key. Returns the number: one, or as many as the device computes
         without the host."""
         chunks = [Chunk(each, each.num_computed, _lacking(each)) for each in shadows]
-        forward = self._compute.forward(self._compute.prepare(chunks))
+        forward = self._compute.forward(chunks)
         drawn: list[tuple[list[Sequence], TokenChoice]] = []
         while True:
             sequences = [chunk.sequence for chunk in forward.completing]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from trtmesh.engine.backends.torch.compute.device import Batch, Compute, Forward
+from trtmesh.engine.backends.torch.compute.device import Compute, Forward
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables
 from trtmesh.engine.backends.torch.parallel import rank_commands
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
@@ -15,13 +14,6 @@ from trtmesh.engine.backends.torch.sequence import Chunk
 from trtmesh.engine.scheduling.blocks import Move
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class OrderedBatch(Batch):
-    """A batch with the command for the other ranks' batches."""
-
-    command: bytes = b""
 
 
 class LeadingCompute:
@@ -61,16 +53,11 @@ class LeadingCompute:
         if moves:
             self._together(rank_commands.move(moves), lambda: self._own.move(moves))
 
-    def prepare(self, chunks: SequenceOf[Chunk]) -> Batch:
-        batch = self._own.prepare(chunks)
+    def forward(
+        self, chunks: SequenceOf[Chunk], written: Callable[[int], None] | None = None
+    ) -> Forward:
         command = rank_commands.forward(chunks, self._tables, self._tokens_per_block)
-        return OrderedBatch(
-            **{each.name: getattr(batch, each.name) for each in fields(Batch)}, command=command
-        )
-
-    def forward(self, batch: Batch, written: Callable[[int], None] | None = None) -> Forward:
-        assert isinstance(batch, OrderedBatch)
-        return self._together(batch.command, lambda: self._own.forward(batch, written))
+        return self._together(command, lambda: self._own.forward(chunks, written))
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
         command = rank_commands.follow(chunks, rows, self._tables, self._tokens_per_block)

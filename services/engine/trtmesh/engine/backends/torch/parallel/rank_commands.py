@@ -44,7 +44,7 @@ def move(moves: SequenceOf[Move]) -> bytes:
 
 
 def forward(chunks: SequenceOf[Chunk], tables: BlockTables, tokens_per_block: int) -> bytes:
-    """`prepare` and `forward` of chunks with known tokens."""
+    """Of chunks with known tokens."""
     tokens: list[int] = []
     for chunk in chunks:
         tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
@@ -126,8 +126,7 @@ class Follower:
             last = first + chunk.count
             _give(chunk, tokens[first:last], completes=completes)
             first = last
-        compute = self._compute
-        compute.forward(compute.prepare([chunk for chunk, _ in chunks]))
+        self._compute.forward([chunk for chunk, _ in chunks])
 
     def _follow(self, count: int, width: int, words: Rows) -> None:
         chunks, rows = self._chunks(count, width, words)
