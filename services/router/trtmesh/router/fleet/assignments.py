@@ -7,29 +7,19 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import ModelMetrics, RouterMetrics
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
-from trtmesh.router.streams.sequence import Charge, End, SequenceTimes
+from trtmesh.router.streams.sequence import Charge, End, Mover, SequenceTimes
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as generation_pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
 
 HANDLES = 2**32
-
-
-class Mover(Protocol):
-    """Who moves a sequence off a worker: its item, or the race between two copies of it."""
-
-    def migrate(self, runs: Sequence[Any], address: str, error: TrtmeshError) -> bool:
-        """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
-
-    def hand_over(self, runs: Sequence[Any], address: str, cause: str) -> Sequence[Any]:
-        """Moves sequences with the KV off the worker at `address`. Returns the sequences that cannot move so."""
 
 
 class Held(Protocol):
@@ -84,11 +74,8 @@ class Loser(Protocol):
         """The worker reported its end, or was lost."""
 
 
-class StepWatcher(Protocol):
-    """Who learns the pace of a worker."""
-
-    def on_step(self, now: float, running: int) -> None:
-        """A step came, after which so many sequences have a token and no end."""
+StepWatcher: TypeAlias = Callable[[float, int], None]
+"""Learns the pace of a worker: takes the time of a step, and how many sequences have a token and no end after it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,45 +111,6 @@ class Assignments:
             self._queued.add(run)
             self._none_late_until = min(self._none_late_until, self._due(run.times))
         return first
-
-    def stop(self, handle: int, reason: generation_pb.FinishReason.ValueType) -> None:
-        """Asks the worker to end a sequence."""
-        if handle in self.sequences:
-            self._stopping.setdefault(handle, self._looks)
-            self._send(pb.EngineCommand(stop=pb.StopCommand(handles=[handle], reason=reason)))
-
-    def release(self, handle: int, error: TrtmeshError | None) -> None:
-        """Stops a moving sequence; `error` is the worker's fault, if any. The reported end frees the handle."""
-        self.stop(handle, generation_pb.FINISH_REASON_CANCELLED)
-        if (run := self.sequences.pop(handle, None)) is not None:
-            self._queued.discard(run)
-            self.released.add(handle)
-            self._guard.leave(handle, asyncio.get_running_loop().time(), error)
-
-    def substitute(self, handle: int, held: Held) -> None:
-        """Puts a copy in the place of a sequence, or a sequence in that of a copy; nothing after the end."""
-        if (before := self.sequences.get(handle)) is None:
-            return
-        self.sequences[handle] = held
-        if before in self._queued:
-            self._queued.remove(before)
-            self._queued.add(held)
-
-    def lose(self, handle: int, loser: Loser) -> None:
-        """Stops a copy, of which `loser` sees what still comes."""
-        if handle in self.sequences:
-            self.release(handle, None)
-            self.losers[handle] = loser
-        else:
-            loser.on_gone()
-
-    def hand_over(self, handle: int, lease_id: str, seconds: float) -> None:
-        """Asks the worker to stop a sequence at the next token, and to keep the KV under a lease."""
-        milliseconds = round(seconds * 1000)
-        command = kv_pb.HandOverCommand(
-            handle=handle, lease_id=lease_id, expires_in_ms=milliseconds
-        )
-        self._send(pb.EngineCommand(hand_over=command))
 
     def ended(self, handle: int, error: TrtmeshError | None, now: float) -> Held | None:
         """Removes a sequence at the reported end; None after a move."""
@@ -236,7 +184,7 @@ class Assignments:
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """The assignment of a sequence to a worker. Repeated stops are sent once."""
+    """The assignment of a sequence to a worker."""
 
     _assignments: Assignments
     _number: int
@@ -247,23 +195,50 @@ class Handle:
         return self._assignments.address
 
     def stop(self, reason: generation_pb.FinishReason.ValueType) -> None:
+        """Asks the worker to end the sequence, once."""
         if not self._stopping:
             self._stopping = True
-            self._assignments.stop(self._number, reason)
+            self._ask_to_end(reason)
 
     def release(self, error: TrtmeshError | None) -> None:
-        self._assignments.release(self._number, error)
+        """Stops a moving sequence; `error` is the worker's fault, if any. The reported end frees the handle."""
+        table, number = self._assignments, self._number
+        self._ask_to_end(generation_pb.FINISH_REASON_CANCELLED)
+        if (run := table.sequences.pop(number, None)) is not None:
+            table._queued.discard(run)
+            table.released.add(number)
+            table._guard.leave(number, asyncio.get_running_loop().time(), error)
+
+    def _ask_to_end(self, reason: generation_pb.FinishReason.ValueType) -> None:
+        table, number = self._assignments, self._number
+        if number in table.sequences:
+            table._stopping.setdefault(number, table._looks)
+            table._send(pb.EngineCommand(stop=pb.StopCommand(handles=[number], reason=reason)))
 
     def hand_over(self, lease_id: str, seconds: float) -> None:
-        self._assignments.hand_over(self._number, lease_id, seconds)
+        """Asks the worker to stop the sequence at the next token, and to keep the KV under a lease."""
+        command = kv_pb.HandOverCommand(
+            handle=self._number, lease_id=lease_id, expires_in_ms=round(seconds * 1000)
+        )
+        self._assignments._send(pb.EngineCommand(hand_over=command))
 
     def substitute(self, held: Held) -> None:
-        """Puts a copy in the place of the sequence, or the sequence in that of a copy."""
-        self._assignments.substitute(self._number, held)
+        """Puts a copy in the place of the sequence, or the sequence in that of a copy; nothing after the end."""
+        sequences, queued = self._assignments.sequences, self._assignments._queued
+        if (before := sequences.get(self._number)) is None:
+            return
+        sequences[self._number] = held
+        if before in queued:
+            queued.remove(before)
+            queued.add(held)
 
     def lose(self, loser: Loser) -> None:
         """Stops a copy, of which `loser` sees what still comes."""
-        self._assignments.lose(self._number, loser)
+        if self._number in self._assignments.sequences:
+            self.release(None)
+            self._assignments.losers[self._number] = loser
+        else:
+            loser.on_gone()
 
 
 UNACKNOWLEDGED_STEPS = 4
@@ -337,7 +312,7 @@ class Steps:
             if (run := self._assignments.ended(end.handle, ended.error, now)) is not None:
                 run.on_end(ended)
         if self.watcher is not None:
-            self.watcher.on_step(now, len(sequences) - len(awaiting))
+            self.watcher(now, len(sequences) - len(awaiting))
         self._received += 1
         if self._received % ACKNOWLEDGE_EVERY == 0:
             self._new_command(0).acknowledge.received_steps = self._received

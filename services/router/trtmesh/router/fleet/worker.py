@@ -31,7 +31,6 @@ from trtmesh.router.fleet.assignments import (
     UNACKNOWLEDGED_STEPS,
     Assignments,
     Held,
-    Mover,
     Steps,
     StepWatcher,
 )
@@ -66,6 +65,7 @@ from trtmesh.router.placement import Role, WorkerAdapters, WorkerSnapshot
 from trtmesh.router.placement.load_guard import Booking, LoadGuard
 from trtmesh.router.placement.rates import Typical
 from trtmesh.router.placement.snapshot import LOAD_AT
+from trtmesh.router.streams.sequence import Mover
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as generation_pb
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.frozen import frozen
@@ -205,7 +205,17 @@ class Assignment(Protocol):
         """Asks the worker to stop the sequence at the next token, and to keep the KV under a lease."""
 
 
-class Owner(Protocol):
+class Mover(Protocol):
+    """Who moves a sequence off a worker: its owner, or the race between two copies of it."""
+
+    def migrate(self, runs: Sequence[Any], address: str, error: TrtmeshError) -> bool:
+        """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
+
+    def hand_over(self, runs: Sequence[Any], address: str, cause: str) -> Sequence[Any]:
+        """Moves sequences with the KV off the worker at `address`. Returns the sequences that cannot move so."""
+
+
+class Owner(Mover, Protocol):
     """The item of a sequence."""
 
     def on_settled(self, run: SequenceRun) -> None:
@@ -214,19 +224,11 @@ class Owner(Protocol):
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
         """The worker at `address` lost a live sequence, now without a worker."""
 
-    def migrate(self, runs: Sequence[SequenceRun], address: str, error: TrtmeshError) -> bool:
-        """Moves sequences off the worker at `address` because of `error`; False if no other worker has room now."""
-
     def continues(self, run: SequenceRun) -> bool:
         """Whether a sequence continues after a handoff, or ends for its client."""
 
     def on_handed_over(self, run: SequenceRun, end: End) -> None:
         """A worker stopped a live sequence, now without a worker, and keeps its KV."""
-
-    def hand_over(
-        self, runs: Sequence[SequenceRun], address: str, cause: str
-    ) -> Sequence[SequenceRun]:
-        """Moves sequences with the KV off the worker at `address`. Returns the sequences that cannot move so."""
 
 
 @dataclass(slots=True)
