@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nsmallest
-from typing import Protocol, runtime_checkable
 
-from trtmesh.chassis.logs import request_id_bound
 from trtmesh.chassis.tasks import next_tick
 from trtmesh.router.fleet.assignments import Held
 from trtmesh.router.fleet.fleet import Fleet
@@ -33,7 +31,7 @@ from trtmesh.router.hedging.lateness import (
     step_margin,
     text,
 )
-from trtmesh.router.hedging.race import HedgeRecord, Race, RacingItem
+from trtmesh.router.hedging.race import HedgedItem, HedgeRecord, Race
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import Capability, WorkerSnapshot
 from trtmesh.router.streams.sequence import SequenceRun
@@ -55,18 +53,6 @@ LEAVING_TOKENS = 64
 MOST_RECORDS = 4096
 MISSED_LOADS, LEAST_SILENCE_SECONDS = 3, 0.2
 """Missing load reports after which a worker is late, whatever it does, and the shortest such silence."""
-
-
-@runtime_checkable
-class HedgedItem(RacingItem, Protocol):
-    """The item of a sequence, as hedging sees it; repetitions of the canary are none."""
-
-    caller: str
-    batch_index: int
-    prompt_tokens: int
-
-    def hedge(self, race: Race, left_out: Mapping[str, str]) -> str:
-        """Starts the second copy of a race on a worker that is not left out; returns why it does not, or ''."""
 
 
 @dataclass(slots=True)
@@ -109,7 +95,7 @@ class _Refusal:
 
 
 class Hedger:
-    """Hedging as a background task of the router, and the account of its races."""
+    """Hedging as a background task of the router."""
 
     def __init__(self, token_share: float, fleet: Fleet, metrics: RouterMetrics) -> None:
         self.enabled = token_share > 0
@@ -203,7 +189,7 @@ class Hedger:
         for worker in workers:
             if worker not in self._rhythms:
                 rhythm = self._rhythms[worker] = Rhythm()
-                worker.watch(rhythm)
+                worker.watch(rhythm.on_step)
                 worker.guard.on_first_token = partial(self._on_first_token, worker)
         self._learn_paces()
         models = self._fleet.models()
@@ -326,7 +312,7 @@ class Hedger:
             return
         record = self._record(worker, late)
         allowance = self._budget.reserve(waste)
-        race = Race(run, item, record, self, allowance, late.margin)
+        race = Race(run, item, record, self.metrics, self._wastes, allowance, late.margin)
         left_out = self._fleet.shorter_than(worker, item.prompt_tokens + run.most_tokens)
         left_out |= excluded
         try:
@@ -373,30 +359,6 @@ class Hedger:
             record = self._record(worker, late)
             record.outcome, record.detail = "refused", detail or obstacle.text
             self._records.append(record)
-
-    # The account of races.
-
-    def on_outcome(self, record: HedgeRecord) -> None:
-        self.metrics.hedges[record.cause.value, record.outcome] += 1
-
-    def on_wasted(self, tokens: int) -> None:
-        self.metrics.hedge_wasted_tokens += tokens
-
-    def on_settled(self, record: HedgeRecord) -> None:
-        self._wastes.add(record.cause, record.wasted_tokens)
-
-    def on_saved(self, seconds: float) -> None:
-        self.metrics.hedge_saved_seconds += seconds
-
-    def on_difference(self, record: HedgeRecord, offset: int, tokens: tuple[int, int]) -> None:
-        self.metrics.hedge_differences += 1
-        with request_id_bound(record.request_id):
-            log.error(
-                "the workers %s and %s have other tokens at %d of sequence %d of item %d: %d and %d; one of them"
-                " computes wrongly, or with other settings",
-                *(record.worker, record.second, offset),
-                *(record.sequence_index, record.batch_index, *tokens),
-            )
 
 
 def _late(held: Held, cause: Cause, margin: float) -> Iterator[_Late]:

@@ -9,15 +9,17 @@ the race, and nothing else knows of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.logs import request_id_bound
 from trtmesh.router.fleet.assignments import Handle
 from trtmesh.router.fleet.plan import Leg
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.hedging.lateness import Allowance, Cause, Obstacle
+from trtmesh.router.hedging.lateness import Allowance, Cause, Obstacle, Wastes
 from trtmesh.router.links.contract import ContractBroken
 from trtmesh.router.metrics import ModelMetrics, RouterMetrics
 from trtmesh.router.streams.sequence import (
@@ -29,6 +31,8 @@ from trtmesh.router.streams.sequence import (
 )
 from trtmesh.v1 import engine_pb2 as worker_pb
 from trtmesh.v1 import generation_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 PUNCTUAL_STEPS = {Cause.STALL: 2, Cause.FIRST_TOKEN: 1, Cause.SLOW: 16}
 """Steps in time after which the first copy has won: a stalled worker recovered, a slow one was not so slow."""
@@ -54,29 +58,16 @@ class HedgeRecord:
     differs: bool = False
 
 
-class Ledger(Protocol):
-    """Who counts what races cost and save."""
+@runtime_checkable
+class HedgedItem(Protocol):
+    """The item of a sequence, as hedging sees it; repetitions of the canary are none."""
 
-    metrics: RouterMetrics
+    caller: str
+    batch_index: int
+    prompt_tokens: int
 
-    def on_outcome(self, record: HedgeRecord) -> None:
-        """The race ended."""
-
-    def on_wasted(self, tokens: int) -> None:
-        """Tokens came that the other copy has, or will have."""
-
-    def on_settled(self, record: HedgeRecord) -> None:
-        """Nothing more of a race comes."""
-
-    def on_saved(self, seconds: float) -> None:
-        """A client would have waited so long for the first copy."""
-
-    def on_difference(self, record: HedgeRecord, offset: int, tokens: tuple[int, int]) -> None:
-        """The copies have other tokens at an offset: a worker computes wrongly, or is said to be exact and is not."""
-
-
-class RacingItem(Protocol):
-    """The item of a sequence, as its race sees it."""
+    def hedge(self, race: Race, left_out: Mapping[str, str]) -> str:
+        """Starts the second copy of a race on a worker that is not left out; returns why it does not, or ''."""
 
     def switched(
         self, run: SequenceRun, address: str, worker: Worker, lost: TrtmeshError | None
@@ -110,9 +101,10 @@ class Race:
     def __init__(
         self,
         run: SequenceRun,
-        item: RacingItem,
+        item: HedgedItem,
         record: HedgeRecord,
-        ledger: Ledger,
+        metrics: RouterMetrics,
+        wastes: Wastes,
         allowance: Allowance,
         margin: float,
     ) -> None:
@@ -120,7 +112,7 @@ class Race:
         assert isinstance(run.assignment, Handle)
         self.run = run
         self.record = record
-        self._ledger = ledger
+        self._metrics, self._wastes = metrics, wastes
         self._item = item
         self._allowance = allowance
         self._margin = margin
@@ -200,7 +192,7 @@ class Race:
         for chunk in chunks:
             run.on_tokens(chunk.offset, chunk.token_ids, chunk.details)
         if fresh := len(run.token_ids) - before:
-            run.times.on_tokens(fresh, now, self._ledger.metrics.models[run.model])
+            run.times.on_tokens(fresh, now, self._metrics.models[run.model])
         if run.charge is not None:
             run.charge.up_to(len(run.token_ids), now)
 
@@ -239,26 +231,26 @@ class Race:
     def _end(self, outcome: str, detail: str = "") -> None:
         self.over = True
         self.record.outcome, self.record.detail = outcome, detail
-        self._ledger.on_outcome(self.record)
+        self._metrics.hedges[self.record.cause.value, outcome] += 1
 
     def wasted(self, tokens: int) -> None:
         """Counts tokens that both copies computed."""
         if tokens > 0:
             self.record.wasted_tokens += tokens
             self._allowance.spend(tokens)
-            self._ledger.on_wasted(tokens)
+            self._metrics.hedge_wasted_tokens += tokens
 
     def settle(self) -> None:
         """The copy that was stopped is gone."""
         self._allowance.end()
-        self._ledger.on_settled(self.record)
+        self._wastes.add(self.record.cause, self.record.wasted_tokens)
 
     def gone(self, since: float) -> None:
         """The first worker gave its first sign since the second copy won, or is lost: until then the client would have
         waited."""
         seconds = asyncio.get_running_loop().time() - since
         self.record.saved_seconds = seconds
-        self._ledger.on_saved(seconds)
+        self._metrics.hedge_saved_seconds += seconds
 
     def same(self, offset: int, token_ids: Sequence[int]) -> bool:
         """Compares tokens of a copy with those that the sequence has."""
@@ -269,8 +261,20 @@ class Race:
             self.record.differs = True
             pairs = enumerate(zip(known, token_ids, strict=False), offset)
             place, tokens = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-            self._ledger.on_difference(self.record, place, tokens)
+            self._report_difference(place, tokens)
         return False
+
+    def _report_difference(self, offset: int, tokens: tuple[int, int]) -> None:
+        """A worker computes wrongly, or is said to be exact and is not."""
+        self._metrics.hedge_differences += 1
+        record = self.record
+        with request_id_bound(record.request_id):
+            log.error(
+                "the workers %s and %s have other tokens at %d of sequence %d of item %d: %d and %d; one of them"
+                " computes wrongly, or with other settings",
+                *(record.worker, record.second, offset),
+                *(record.sequence_index, record.batch_index, *tokens),
+            )
 
 
 class CopyOwner:
