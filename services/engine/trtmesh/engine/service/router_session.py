@@ -37,7 +37,7 @@ from trtmesh.engine.service.event_outbox import (
     end_message,
 )
 from trtmesh.engine.service.handoff_commands import HandoffCommands
-from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK, LoadedEngine
+from trtmesh.engine.service.streams import HANDLE_BITS, HANDLE_MASK, LoadedEngine, Stream
 from trtmesh.engine.service.submission import (
     MAX_HANDLES,
     adapter_of,
@@ -74,7 +74,7 @@ class _Item:
     trace: WorkerTrace | None = None
 
 
-class RouterSession:
+class RouterSession(Stream):
     """The sequences of a router between the backend and the outbox. An invalid item fails alone. A protocol violation
     (a handle in use, an acknowledgement of unsent steps) raises and ends the stream: tokens could reach the wrong
     client, whereas a router recovers from a lost stream.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
 from trtmesh.chassis.panics import is_failure
@@ -112,16 +111,18 @@ OPTIONAL_DATA = ("details", "prompts", "starts")
 """Lists of StepOutput and of StepPart with the sequence in the entries' `key`."""
 
 
-class Stream(Protocol):
-    """A router's stream, or a call of TrtllmService."""
+class Stream:
+    """A router's stream, or a call of TrtllmService, which drops what it has no place for."""
 
     @property
     def unacknowledged_steps(self) -> int:
         """Steps sent and not acknowledged."""
+        return 0
 
     @property
     def busy(self) -> bool:
-        """Whether there are live sequences or waiting output."""
+        """Whether there are live sequences or waiting output, for which a drain waits."""
+        return False
 
     def take_step(self, part: StepPart) -> None:
         """Takes the tokens of a step."""
@@ -140,6 +141,7 @@ class Stream(Protocol):
 
     def fail(self, error: TrtmeshError) -> None:
         """Ends every sequence with `error`, in place of the broken backend."""
+        self.finish(error)
 
     def finish(self, farewell: TrtmeshError) -> None:
         """Sends the waiting events, then ends the stream with `farewell`."""

@@ -10,26 +10,24 @@ from itertools import accumulate
 
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
 from trtmesh.chassis.errors import BackendFailed, TrtmeshError
-from trtmesh.engine.backend import HeldAdapter, SequenceEnd
+from trtmesh.engine.backend import SequenceEnd
 from trtmesh.engine.gateways.trtllm.answers import PromptOutput, chunk, complete
 from trtmesh.engine.gateways.trtllm.request import AskedGeneration
 from trtmesh.engine.gateways.trtllm.sequence import SequenceOutput
 from trtmesh.engine.gateways.trtllm.texts import StopSearch, Texts
 from trtmesh.engine.service.event_outbox import StepPart
-from trtmesh.engine.service.streams import HANDLE_BITS, LoadedEngine
+from trtmesh.engine.service.streams import HANDLE_BITS, LoadedEngine, Stream
 from trtmesh.engine.service.submission import parse_submit
-from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 
-class GenerateCall:
-    """Implements streams.Stream. The handle of a sequence is the index. A slow client delays nobody: tokens wait here,
-    as a single chunk, and are bounded by `max_tokens`.
+class GenerateCall(Stream):
+    """The handle of a sequence is the index. A slow client delays nobody: tokens wait here, as a single chunk, and are
+    bounded by `max_tokens`.
     """
 
-    unacknowledged_steps = 0
     busy = True
     """False once removed from the streams, after the last sequence and the last answer."""
 
@@ -128,15 +126,6 @@ class GenerateCall:
         self._filled.set()
         if not (self._open or self._live):
             self._engine.streams.remove(self._number)
-
-    def take_load(self, load: epb.Load) -> None:
-        """A call has no place for the load."""
-
-    def take_adapters(self, held: Sequence[HeldAdapter]) -> None:
-        """A call has no place for them."""
-
-    def take_kv_events(self, epoch: int, first: int, events: list[epb.KvEvent]) -> None:
-        """They are for subscribers."""
 
     def fail(self, error: TrtmeshError) -> None:
         for handle in list(self._live):

@@ -18,9 +18,7 @@ from itertools import count
 from smg_grpc_proto.generated import common_pb2
 from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.engine.backend import HeldAdapter, SequenceEnd
-from trtmesh.engine.service.event_outbox import StepPart
-from trtmesh.engine.service.streams import LoadedEngine
+from trtmesh.engine.service.streams import LoadedEngine, Stream
 from trtmesh.engine.service.wire import kv_event_message
 from trtmesh.v1 import engine_pb2 as epb
 
@@ -46,11 +44,8 @@ def first_number(started_at: float) -> int:
     return int(started_at) * NUMBERS_A_SECOND
 
 
-class KvSubscription:
-    """Implements streams.Stream for a subscriber."""
-
-    unacknowledged_steps = 0
-    busy = False
+class KvSubscription(Stream):
+    """The stream of a subscriber."""
 
     def __init__(self, engine: LoadedEngine, base: int, resumed: int) -> None:
         """`base` is the worker's first number, `resumed` the subscriber's last number, or 0. Raises OutOfRange."""
@@ -98,12 +93,6 @@ class KvSubscription:
             self._filled.clear()
             await self._filled.wait()
 
-    def take_step(self, part: StepPart) -> None:
-        """A subscription has no sequences."""
-
-    def take_end(self, handle: int, end: SequenceEnd) -> None:
-        """A subscription has no sequences."""
-
     def take_load(self, load: epb.Load) -> None:
         record = self._record(load)
         told = _figures(record)
@@ -111,9 +100,6 @@ class KvSubscription:
         if told != self._told_load or now - self._told_at >= HEARTBEAT_SECONDS:
             self._load, self._told_load, self._told_at = record, told, now
             self._filled.set()
-
-    def take_adapters(self, held: Sequence[HeldAdapter]) -> None:
-        """A subscription has no place for them."""
 
     def take_kv_events(self, epoch: int, first: int, events: list[epb.KvEvent]) -> None:
         if self._lost:
@@ -129,9 +115,6 @@ class KvSubscription:
             self._batches.clear()
             self._shown.clear()
         self._filled.set()
-
-    def fail(self, error: TrtmeshError) -> None:
-        self.finish(error)
 
     def finish(self, farewell: TrtmeshError) -> None:
         self._farewell = farewell
