@@ -1,0 +1,45 @@
+"""Transports that are open when an event loop ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.mark.parametrize("passes", range(6))
+async def test_a_server_closes_what_it_accepts_last(passes: int) -> None:
+    """It closes some passes of the event loop after the system has connected a client."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    with socket.create_connection(server.sockets[0].getsockname()) as client:
+        client.setblocking(False)
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        server.close()
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                assert not await asyncio.get_running_loop().sock_recv(client, 1)
+        except ConnectionResetError:
+            assert passes < 2, "accepted"
+
+
+async def _leave_open(kept: list[asyncio.StreamWriter]) -> None:
+    server = await asyncio.start_server(lambda *pair: kept.append(pair[1]), "127.0.0.1", 0)
+    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    kept.append(writer)
+    while len(kept) < 2:  # noqa: ASYNC110 - accepting sets no event
+        await asyncio.sleep(0.01)
+    server.close()
+
+
+def test_a_transport_left_open_is_told_of_at_the_end_of_its_loop() -> None:
+    kept: list[asyncio.StreamWriter] = []
+    with pytest.raises(
+        ResourceWarning, match=r"left open: <_SelectorSocketTransport .*StreamReaderProtocol"
+    ):
+        asyncio.run(_leave_open(kept))
+    # Nothing is left for the collector to warn of.
+    assert [repr(each.transport).split()[1] for each in kept] == ["closed", "closed"]
