@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from time import perf_counter
 
 import pytest
+import uvloop
 from aiohttp import web
 from leaks import gone, without_collector
 from trtmesh.chassis.fair.turns import FIRST_GUESS_SECONDS, START_SLICE_SECONDS
@@ -473,6 +474,45 @@ async def test_lost_connections_are_freed_without_the_collector(sent: bytes, ans
                     await reader.readuntil(b"!")
             del reader, writer
             await gone(HttpConnection, InputTransport)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("path", ["/whole", "/stream"])
+def test_a_client_that_sends_no_more_is_gone(
+    path: str, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Although it reads on."""
+    with without_collector(), asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_close_the_sending_half(path))
+
+
+async def _close_the_sending_half(path: str) -> None:
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if request.path == "/stream":
+            await response.prepare(request)
+            await response.write(b"first!")
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return response
+
+    async with server_of(answer) as (server, port), asyncio.timeout(60):
+        async with connected(port) as (reader, writer):
+            writer.write(GET.replace(b"/get", path.encode()))
+            await begun.wait()
+            writer.write_eof()
+            await cancelled.wait()
+            read = await reader.read()
+            assert read.endswith(b"first!\r\n") if path == "/stream" else not read
+        assert not server.connection_counts._open
+        del reader, writer
+        await gone(HttpConnection, InputTransport)
 
 
 async def test_few_of_many_requests_begin_in_a_pass() -> None:
