@@ -147,7 +147,7 @@ def test_pins_leave_a_slot_to_sequences_with_others() -> None:
     with pytest.raises(AdaptersFull) as full:
         hold(held, 2)
     assert (full.value.field, full.value.value) == ("lora.id", "2")
-    held.unpin(3, "")
+    held.unload(3, "", unpin=True)
     assert hold(held, 2) is used
 
 
@@ -214,7 +214,7 @@ def test_sums_are_those_of_all_adapters_after_any_changes() -> None:
             case 3:
                 held.unload(number, chance.choice(["", "v"]))
             case 4:
-                held.unpin(number, chance.choice(["", "v"]))
+                held.unload(number, chance.choice(["", "v"]), unpin=True)
             case 5 if kept := held.get(number, "v"):
                 with suppress(AdaptersFull):
                     held.retain(kept, pinned=chance.random() < 0.5)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from trtmesh.chassis.adapter_content import AdapterContent
+from trtmesh.chassis.adapter_content import AdapterContent, rank_of
 from trtmesh.chassis.errors import AdapterNotFound, AdaptersFull, InvalidField, TrtmeshError
 from trtmesh.chassis.vocabulary import Adapter, Lora
 from trtmesh.engine.backend import AdapterLoad, HeldAdapter
@@ -133,34 +133,23 @@ class AdapterStore(Generic[A]):
         self._failures.pop(adapter.key, None)
         self.note(adapter)
 
-    def unload(self, number: int, version: str) -> list[A]:
-        """Removes a version, or all with '', now or with the last holder."""
-        found = self._asked(number, version)
-        if not found:
+    def unload(self, number: int, version: str, *, unpin: bool = False) -> list[A]:
+        """Removes a version, or all with '', now or with the last holder; with `unpin`, only unpins it."""
+        if version:
+            found = [held] if (held := self.get(number, version)) else []
+        else:
+            found = [each for each in self._held.values() if each.identity.id == number]
+        if not found and not unpin:
             absent = Adapter(number, version=version)
             self._news[number, version] = HeldAdapter(absent, epb.ADAPTER_PLACE_ABSENT)
             self.has_news = True
         for each in found:
-            each.unloading = True
+            each.unloading = each.unloading or not unpin
             self._count(each, -1)
             each.pinned = False
             self._count(each, 1)
             self.note(each)
         return self._leave(found)
-
-    def unpin(self, number: int, version: str) -> None:
-        """Unpins a version, or all with ''."""
-        for each in self._asked(number, version):
-            self._count(each, -1)
-            each.pinned = False
-            self._count(each, 1)
-            self.note(each)
-
-    def _asked(self, number: int, version: str) -> list[A]:
-        """A version of a number, or all with ''."""
-        if version:
-            return [self._held[number, version]] if (number, version) in self._held else []
-        return [each for each in self._held.values() if each.identity.id == number]
 
     def note(self, adapter: A) -> None:
         """Reports the state of an adapter in memory as news."""
@@ -260,6 +249,14 @@ def content_of(load: AdapterLoad) -> AdapterContent:
             value=str(load.identity.id),
         )
     return load.content
+
+
+def checked_rank(content: AdapterContent, most: int) -> int:
+    """The largest rank of a content. Raises InvalidField above `most`, or for rank 0."""
+    rank = rank_of(content)
+    if not 1 <= rank <= most:
+        raise InvalidField.of("adapter rank", rank, f"1 to {most}", "adapters.max_rank")
+    return rank
 
 
 def _key_of(asked: Lora) -> tuple[int, str]:

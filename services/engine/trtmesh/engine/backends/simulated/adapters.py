@@ -7,10 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from trtmesh.chassis.adapter_content import AdapterContent, rank_of
-from trtmesh.chassis.errors import InvalidField, TrtmeshError
-from trtmesh.chassis.vocabulary import Lora
-from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
+from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.engine.adapter_store import (
+    AdapterStore,
+    StoredAdapter,
+    StoreLimits,
+    checked_rank,
+    content_of,
+)
 from trtmesh.engine.backend import AdapterLoad
 from trtmesh.engine.backends.simulated.settings import SimulatedAdapterSettings
 from trtmesh.engine.scheduling.adapter_slots import AdapterSlots
@@ -38,10 +42,6 @@ class SimulatedAdapters:
         self._loading: deque[AdapterLoad] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    def hold(self, asked: Lora, holders: int) -> StoredAdapter:
-        """Raises InvalidField, AdapterNotFound or AdaptersFull."""
-        return self.store.hold(asked, holders)
-
     def release(self, adapter: StoredAdapter) -> None:
         """Takes back the hold of a sequence."""
         self._drop(self.store.release(adapter))
@@ -53,10 +53,7 @@ class SimulatedAdapters:
             self._begin(told)
 
     def unload(self, number: int, version: str, *, unpin: bool) -> None:
-        if unpin:
-            self.store.unpin(number, version)
-        else:
-            self._drop(self.store.unload(number, version))
+        self._drop(self.store.unload(number, version, unpin=unpin))
 
     def close(self) -> None:
         if self._timer:
@@ -91,24 +88,14 @@ class SimulatedAdapters:
         if adapter is not None:
             self.store.retain(adapter, pinned=load.pinned)
         else:
-            adapter = self._new(load)
+            adapter = StoredAdapter(
+                identity=load.identity,
+                rank=checked_rank(content_of(load), self._settings.max_rank),
+                size_bytes=ADAPTER_BYTES,
+                pinned=load.pinned,
+            )
             self._drop(self.store.put(adapter))
         self.slots.offer(adapter)
-
-    def _new(self, load: AdapterLoad) -> StoredAdapter:
-        return StoredAdapter(
-            identity=load.identity,
-            rank=self._rank(content_of(load)),
-            size_bytes=ADAPTER_BYTES,
-            pinned=load.pinned,
-        )
-
-    def _rank(self, content: AdapterContent) -> int:
-        rank = rank_of(content)
-        if not 1 <= rank <= self._settings.max_rank:
-            limit = f"1 to {self._settings.max_rank}"
-            raise InvalidField.of("adapter rank", rank, limit, "adapters.max_rank")
-        return rank
 
     def _drop(self, removed: list[StoredAdapter]) -> None:
         for each in removed:

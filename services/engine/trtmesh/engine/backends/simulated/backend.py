@@ -101,7 +101,7 @@ class SimulatedBackend:
         running = len(engine.scheduler.running)
         check_queue(item, self._info, engine.present_sequences, running)
         lora = item.config.lora
-        adapter = self._adapters.hold(lora, len(item.keys)) if lora else None
+        adapter = self._adapters.store.hold(lora, len(item.keys)) if lora else None
         self._items += 1
         sequences = sequences_of(item, rule, adapter)
         for sequence in sequences:

@@ -12,18 +12,24 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent, rank_of
-from trtmesh.chassis.errors import BackendFailed, InvalidField, TrtmeshError
-from trtmesh.chassis.vocabulary import Adapter, Lora
-from trtmesh.engine.adapter_store import AdapterStore, StoredAdapter, StoreLimits, content_of
-from trtmesh.engine.backend import AdapterLoad, HeldAdapter
+from trtmesh.chassis.adapter_content import FILE_NAMES, AdapterContent
+from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.chassis.vocabulary import Adapter
+from trtmesh.engine.adapter_store import (
+    AdapterStore,
+    StoredAdapter,
+    StoreLimits,
+    checked_rank,
+    content_of,
+)
+from trtmesh.engine.backend import AdapterLoad
 from trtmesh.engine.backends.tensorrt_llm.adapter_folders import LockedFolder, remove_abandoned
 from trtmesh.engine.backends.tensorrt_llm.adapter_layers import check_module, check_peft
 from trtmesh.engine.backends.tensorrt_llm.calls import AdapterFiles
@@ -49,24 +55,17 @@ class AdapterFolder:
         self._config = config
         self.slots = settings.max_batch_adapters if settings.disk_bytes else 0
         limits = StoreLimits(settings.disk_bytes, self.slots, host_setting="adapters.disk_bytes")
-        self._store = AdapterStore[WrittenAdapter](limits)
+        self.store = AdapterStore[WrittenAdapter](limits)
         self._numbers: dict[tuple[int, str], int] = {}
         """By number and version in the mesh. Only grows, as does what the library keeps of each."""
         self._directories = count(1)
         self._writer = ThreadPoolExecutor(1, "adapter-files")
+        self._turn = asyncio.Lock()
         self._loads: set[asyncio.Task[None]] = set()
         self._own: LockedFolder | None = None
         self.load_seconds = 0.0
         self.modules: tuple[str, ...] | None = None
         """The layers that the library computes adapters of; None where it decides itself."""
-
-    @property
-    def states(self) -> Sequence[HeldAdapter]:
-        return self._store.states
-
-    @property
-    def store(self) -> AdapterStore[WrittenAdapter]:
-        return self._store
 
     def open(self) -> None:
         """Makes the directory for all files. Raises OSError."""
@@ -75,14 +74,10 @@ class AdapterFolder:
             remove_abandoned(parent)
             self._own = LockedFolder(parent)
 
-    def hold(self, asked: Lora, holders: int) -> WrittenAdapter:
-        """Raises InvalidField, AdapterNotFound or AdaptersFull."""
-        return self._store.hold(asked, holders)
-
     def release(self, adapter: StoredAdapter) -> None:
         """Takes back the hold of a sequence."""
         assert isinstance(adapter, WrittenAdapter)
-        self._remove(self._store.release(adapter))
+        self._remove(self.store.release(adapter))
 
     def load(self, load: AdapterLoad, told: Callable[[], None]) -> None:
         """Writes an adapter's files; `told` is called once there is news."""
@@ -91,10 +86,7 @@ class AdapterFolder:
         task.add_done_callback(self._loads.discard)
 
     def unload(self, number: int, version: str, *, unpin: bool) -> None:
-        if unpin:
-            self._store.unpin(number, version)
-        else:
-            self._remove(self._store.unload(number, version))
+        self._remove(self.store.unload(number, version, unpin=unpin))
 
     async def close(self) -> None:
         """Removes every file."""
@@ -109,49 +101,42 @@ class AdapterFolder:
     async def _load(self, load: AdapterLoad, told: Callable[[], None]) -> None:
         began = time.monotonic()
         try:
-            await self._put(load)
+            # In turn: of two loads of one content, the second finds the files of the first.
+            async with self._turn:
+                await self._put(load)
         except TrtmeshError as error:
-            self._store.failed(load.identity, error)
+            self.store.failed(load.identity, error)
         except Exception as error:
             # Broad on purpose: a defect must not leave the router without an answer.
             log.exception("the adapter %d could not be loaded", load.identity.id)
             failure = BackendFailed(f"{type(error).__name__}: {error}")
-            self._store.failed(load.identity, failure)
+            self.store.failed(load.identity, failure)
         self.load_seconds += time.monotonic() - began
         told()
 
     async def _put(self, load: AdapterLoad) -> None:
         identity = load.identity
-        known = self._store.get(identity.id, identity.version)
-        if known is None:
-            content = content_of(load)
-            rank = self._rank(content)
-            files = await asyncio.get_running_loop().run_in_executor(
-                self._writer, self._write, identity, content
-            )
-            known = self._store.get(identity.id, identity.version)
-            if known is None:
-                adapter = WrittenAdapter(
-                    identity=identity,
-                    rank=rank,
-                    size_bytes=content.size_bytes,
-                    pinned=load.pinned,
-                    files=files,
-                )
-                try:
-                    self._remove(self._store.put(adapter))
-                except TrtmeshError:
-                    self._remove([adapter])
-                    raise
-                return
-            self._writer.submit(shutil.rmtree, files.directory, ignore_errors=True)
-        self._store.retain(known, pinned=load.pinned)
-
-    def _rank(self, content: AdapterContent) -> int:
-        rank, most = rank_of(content), self._settings.max_rank
-        if not 1 <= rank <= most:
-            raise InvalidField.of("adapter rank", rank, f"1 to {most}", "adapters.max_rank")
-        return rank
+        known = self.store.get(identity.id, identity.version)
+        if known is not None:
+            self.store.retain(known, pinned=load.pinned)
+            return
+        content = content_of(load)
+        rank = checked_rank(content, self._settings.max_rank)
+        files = await asyncio.get_running_loop().run_in_executor(
+            self._writer, self._write, identity, content
+        )
+        adapter = WrittenAdapter(
+            identity=identity,
+            rank=rank,
+            size_bytes=content.size_bytes,
+            pinned=load.pinned,
+            files=files,
+        )
+        try:
+            self._remove(self.store.put(adapter))
+        except TrtmeshError:
+            self._remove([adapter])
+            raise
 
     def _write(self, identity: Adapter, content: AdapterContent) -> AdapterFiles:
         """Writes the files in PEFT's format. Raises TrtmeshError for a content that the model does not take."""

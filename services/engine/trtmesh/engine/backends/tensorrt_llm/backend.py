@@ -185,7 +185,7 @@ class TensorRtLlmBackend:
         check_queue(item, self._info, len(self._ledger.live), running)
         adapter = None
         if item.config.lora:
-            adapter = self._adapters.hold(item.config.lora, len(item.keys))
+            adapter = self._adapters.store.hold(item.config.lora, len(item.keys))
         try:
             call = self._translator.call(item, rule, adapter.files if adapter else None)
             live = LiveItem(
@@ -444,7 +444,7 @@ class TensorRtLlmBackend:
             device_memory_bytes=row.device_bytes,
             pinned_memory_bytes=row.pinned_bytes,
             adapter_slots=self._adapters.slots,
-            free_adapter_slots=max(0, self._adapters.slots - len(self._adapters.states)),
+            free_adapter_slots=max(0, self._adapters.slots - len(store.states)),
             adapter_host_bytes=store.limits.host_bytes,
             used_adapter_host_bytes=store.used_bytes,
             adapter_loads=store.loads,
@@ -454,7 +454,7 @@ class TensorRtLlmBackend:
         )
 
     def adapters(self) -> SequenceOf[HeldAdapter]:
-        return self._adapters.states
+        return self._adapters.store.states
 
     def load_adapter(self, load: AdapterLoad) -> None:
         self._adapters.load(load, self._flush_soon)

@@ -117,11 +117,7 @@ class AdapterCache:
     def unload(self, number: int, version: str, *, unpin: bool) -> None:
         """Unloads or unpins a version, or all with ''."""
         with self._lock:
-            if unpin:
-                self.store.unpin(number, version)
-                removed = []
-            else:
-                removed = self.store.unload(number, version)
+            removed = self.store.unload(number, version, unpin=unpin)
         self._dropped(removed)
 
     def prefetch(self, directories: Iterable[Path]) -> None:
