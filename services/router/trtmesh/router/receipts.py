@@ -33,7 +33,6 @@ from trtmesh.router.line_file import LineFile
 from trtmesh.router.placement import Capability
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest, versioned_config
-from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import receipt_pb2 as receipt_pb
 from trtmesh.v1 import router_pb2 as router_pb
 
@@ -142,7 +141,7 @@ class Receipts:
         self,
         receipt: receipt_pb.Receipt,
         worker: Worker,
-        outputs: Sequence[tuple[Sequence[int], pb.FinishReason.ValueType]],
+        runs: Sequence[SequenceRun],
     ) -> receipt_pb.SignedReceipt:
         """The receipt of the same item on another worker, from its start; written like others, without the request."""
         again = receipt_pb.Receipt()
@@ -150,8 +149,8 @@ class Receipts:
         again.ended_unix_ms = int(time.time() * 1000)
         for field in ("workers", "sequences", "cached_prompt_tokens"):
             again.ClearField(field)
-        Taker(worker, worker.capabilities, {}, [0] * len(outputs)).tell(again)
-        again.sequences.extend(of_sequence(ids, reason) for ids, reason in outputs)
+        Taker(worker, worker.capabilities, {}, [0] * len(runs)).tell(again)
+        again.sequences.extend(of_sequence(run.token_ids, run.reason) for run in runs)
         signed = self.signed(again)
         if self.file:
             self.file.put(_line(signed))

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.logs import Occasionally
@@ -27,7 +26,6 @@ from trtmesh.router.receipts import ItemReceipt, Receipts, encoded
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import engine_pb2 as engine_pb
-from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +175,7 @@ class Canary:
 
     async def _repeated(
         self, sample: SampledItem, known: Collection[str], seconds: float, *, idle: bool
-    ) -> Again | None:
+    ) -> Repetition | None:
         """The sample on a worker whose address is not known; None if there is none within the time, or some failed."""
         loop = asyncio.get_running_loop()
         ends_at, tried = loop.time() + seconds, {*known}
@@ -189,18 +187,16 @@ class Canary:
             for worker in sorted(able, key=lambda worker: _reluctance(worker, sample))[:1]:
                 repetition = Repetition(sample, worker)
                 try:
-                    outputs = await repetition.outputs(gives_way=idle)
+                    if await repetition.compute(gives_way=idle):
+                        return repetition
                 except TrtmeshError as error:
                     log.info("the canary left worker %s: %s", worker.name, error.message)
                     tried.add(worker.address)
-                    continue
-                if outputs is not None:
-                    return Again(worker, outputs, [run.reason for run in repetition.runs])
             await asyncio.sleep(LOOK_SECONDS)
         return None
 
     def _report(
-        self, sample: SampledItem, verdict: Verdict, second: Again, third: Again | None
+        self, sample: SampledItem, verdict: Verdict, second: Repetition, third: Repetition | None
     ) -> None:
         """Tells of a difference with the receipts of all sides, and rests the worker at fault, if it is known."""
         where, worker = verdict.where, None
@@ -211,7 +207,7 @@ class Canary:
         self._note_alert(name)
         again = [each for each in (second, third) if each is not None]
         receipts = (
-            self._receipts.repeated(sample.receipt, each.worker, each.sequences) for each in again
+            self._receipts.repeated(sample.receipt, each.worker, each.runs) for each in again
         )
         log.error(
             "silent corruption: item %s differs from what %s generated, from token %d of sequence %d on; at fault: %s;"
@@ -229,20 +225,6 @@ class Canary:
                 f"two workers contradict its tokens of item {sample.name}; look for the cause, then"
                 f" `trtmesh workers resume {name}`"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Again:
-    """A sample's output on another worker."""
-
-    worker: Worker
-    outputs: Sequence[Generated]
-    reasons: Sequence[pb.FinishReason.ValueType]
-
-    @property
-    def sequences(self) -> list[tuple[Sequence[int], pb.FinishReason.ValueType]]:
-        ids = (output.token_ids for output in self.outputs)
-        return [*zip(ids, self.reasons, strict=True)]
 
 
 def _is_fit(worker: Worker, sample: SampledItem, known: Collection[str]) -> bool:

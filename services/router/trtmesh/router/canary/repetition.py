@@ -43,8 +43,13 @@ class Repetition:
             owner=self,
         )
 
-    async def outputs(self, *, gives_way: bool) -> Sequence[Generated] | None:
-        """The output; None if it `gives_way` and others wait for the worker. Raises the error of the worker."""
+    @property
+    def outputs(self) -> list[Generated]:
+        """What it generated, once computed."""
+        return [Generated.of(run) for run in self.runs]
+
+    async def compute(self, *, gives_way: bool) -> bool:
+        """Computes all; False if it `gives_way` and others wait for the worker. Raises the error of the worker."""
         sample, guard = self._sample, self.worker.guard
         if sample.adapter is not None:
             await self.worker.hold(sample.adapter)
@@ -57,10 +62,10 @@ class Repetition:
             while not self._over.done():
                 await asyncio.wait((self._over,), timeout=LOOK_SECONDS)
                 if gives_way and self._others_wait:
-                    return None
+                    return False
             if self._error is not None:
                 raise self._error
-            return [Generated.of(run) for run in self.runs]
+            return True
         finally:
             for run in self.runs:
                 run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)

@@ -32,42 +32,36 @@ ROLE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Fate of the sequences on a drained worker. Each counts once."""
-
-    worker: Worker
-    finished: int
-    """Ended on the worker or before another took them."""
-    moved: int
-    """Taken by another worker."""
-    left: int
-    """Not yet taken by another worker."""
-    only_here: bool = False
-    """Whether other routers still place on the worker."""
-
-    @classmethod
-    def of(cls, worker: Worker, runs: Sequence[Held], *, only_here: bool = False) -> Drained:
-        moved = sum(run.address not in ("", worker.address) for run in runs)
-        left = sum(_has(worker, run) or run.waits_for_worker for run in runs)
-        return cls(worker, len(runs) - moved - left, moved, left, only_here)
-
-
-@dataclass(frozen=True, slots=True)
-class BegunDrain:
-    """A worker that refuses new items, and the sequences that it had."""
+    """A worker that refuses new items, and the sequences that it had. Each counts once, by where it is now."""
 
     worker: Worker
     runs: Sequence[Held]
-    only_here: bool
+    only_here: bool = False
     """Whether other routers still place on the worker."""
+
+    @property
+    def finished(self) -> int:
+        """Ended on the worker or before another took them."""
+        return len(self.runs) - self.moved - self.left
+
+    @property
+    def moved(self) -> int:
+        """Taken by another worker."""
+        return sum(run.address not in ("", self.worker.address) for run in self.runs)
+
+    @property
+    def left(self) -> int:
+        """Not yet taken by another worker."""
+        address = self.worker.address
+        return sum(
+            run.waits_for_worker or (run.assignment is not None and run.address == address)
+            for run in self.runs
+        )
 
 
 def _sequences_of(worker: Worker) -> list[Held]:
     """Its sequences, without second copies of sequences elsewhere."""
     return [run for run in worker.sequences.values() if run.address == worker.address]
-
-
-def _has(worker: Worker, run: Held) -> bool:
-    return run.assignment is not None and run.address == worker.address
 
 
 async def _until(condition: Callable[[], bool], seconds: float) -> None:
@@ -241,28 +235,26 @@ class Membership:
 
     async def drain(self, name: str, finish_seconds: float | None) -> Drained:
         """Has a worker refuse new items, waits for its sequences within the limit, if any, and moves the rest."""
-        begun = await self.begin_drain(name)
-        worker = begun.worker
+        drained = await self.begin_drain(name)
+        worker = drained.worker
         limit = float("inf") if finish_seconds is None else finish_seconds
         await _until(lambda: not (worker.sequences and worker.drained), limit)
         if worker.sequences and worker.drained:
             worker.evict("an admin drained it")
-        return await self.end_drain(begun)
+        await self.end_drain(drained)
+        return drained
 
-    async def begin_drain(self, name: str) -> BegunDrain:
+    async def begin_drain(self, name: str) -> Drained:
         """Has a worker refuse new items."""
         worker = await self._linked(name)
         worker.drain()
         await _until(lambda: worker.load.draining or not worker.drains_itself, ROLE_SECONDS)
-        only_here = not worker.load.draining
-        return BegunDrain(worker, _sequences_of(worker), only_here)
+        return Drained(worker, _sequences_of(worker), only_here=not worker.load.draining)
 
-    async def end_drain(self, begun: BegunDrain) -> Drained:
+    async def end_drain(self, drained: Drained) -> None:
         """Waits until others have what leaves a drained worker, for a while."""
-        worker, runs = begun.worker, begun.runs
-        await _until(lambda: not worker.hands_over, HANDED_OVER_SECONDS)
-        await _until(lambda: not any(run.waits_for_worker for run in runs), TAKEN_SECONDS)
-        return Drained.of(worker, runs, only_here=begun.only_here)
+        await _until(lambda: not drained.worker.hands_over, HANDED_OVER_SECONDS)
+        await _until(lambda: not any(run.waits_for_worker for run in drained.runs), TAKEN_SECONDS)
 
     async def set_role(self, name: str, role: pb.WorkerRole.ValueType) -> tuple[Worker, int]:
         """Changes a worker's role for all routers. Returns the worker and the number of sequences moved by the change.
@@ -283,7 +275,7 @@ class Membership:
         # Not for prefills that end with a handoff anyway: a prefill worker has some all the time.
         await _until(lambda: not worker.leases.moves, HANDED_OVER_SECONDS)
         await _until(lambda: not any(run.waits_for_worker for run in runs), TAKEN_SECONDS)
-        return worker, Drained.of(worker, runs).moved
+        return worker, Drained(worker, runs).moved
 
     async def resume(self, name: str) -> Worker:
         """Undoes a drain. Raises NotFound for a leaving worker, Draining for a stopping worker."""

@@ -150,8 +150,8 @@ class Movement:
     async def drain_by(self, name: str, seconds: float) -> Drained:
         """Empties a worker that will be gone in so many seconds: it takes nothing more, and hands over what pays most
         first. What is left near the end continues elsewhere without its KV. Raises as `Membership.drain`."""
-        begun = await self._members.begin_drain(name)
-        worker = begun.worker
+        drained = await self._members.begin_drain(name)
+        worker = drained.worker
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + seconds - max(LEAST_MARGIN_SECONDS, MARGIN_PART * seconds)
         while any(items_of(worker)) and worker.drained and (left := ends_at - loop.time()) > 0:
@@ -160,4 +160,5 @@ class Movement:
             await asyncio.sleep(POLL_SECONDS)
         if worker.drained and worker.sequences:
             worker.migrate_all(Draining(f"worker {worker.name} is left: its time ends"))
-        return await self._members.end_drain(begun)
+        await self._members.end_drain(drained)
+        return drained
