@@ -14,7 +14,7 @@ from router.scripted import (
     serving_engine,
     serving_router,
 )
-from trtmesh.router.links.turns import MOST_DOUBTFUL, MOST_TURNS, ConnectTurns
+from trtmesh.router.links.replica import MOST_DOUBTFUL, MOST_TURNS, ConnectTurns
 
 WORKERS = 64
 

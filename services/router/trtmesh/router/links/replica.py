@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,7 +19,7 @@ from trtmesh.chassis.errors import Mismatch, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.turns import ParseScheduler
 from trtmesh.chassis.grpc.client import Connection, connected
 from trtmesh.chassis.grpc.client.call import ENDED
-from trtmesh.chassis.tasks import next_tick, until_first_ends
+from trtmesh.chassis.tasks import Ticks, next_tick, until_first_ends
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.router.links.contract import (
     FIRST_REST_SECONDS,
@@ -28,7 +28,6 @@ from trtmesh.router.links.contract import (
 )
 from trtmesh.router.links.deadlines import Deadlines
 from trtmesh.router.links.local import LocalService
-from trtmesh.router.links.turns import ConnectTurns, Turn
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,13 @@ REFUSED_RECONNECT_SECONDS = 2.0
 
 LONGEST_GREETING_SECONDS = 4 * GREETING_SECONDS
 """Longest time to connect. It doubles after each attempt that used it up, as on a busy machine that starts a fleet."""
+
+MOST_TURNS = 32
+"""Most turns at a time, each from the look-up of an address to the answer to the greeting."""
+
+MOST_DOUBTFUL = 24
+"""Most turns at a time for replicas that let their last turn pass. Each may take its whole deadline again, and a
+replica that answered must not wait behind hundreds of them."""
 
 LEAVING = "it was removed, or its address is gone; it finishes what it has"
 
@@ -66,6 +72,51 @@ class ReplicaState(Enum):
     """Removed."""
     REFUSED = "refused"
     """Connected but unfit for this mesh."""
+
+
+class Turn:
+    def __init__(self) -> None:
+        self._taken: list[asyncio.Semaphore] = []
+
+    async def take(self, places: asyncio.Semaphore) -> None:
+        """Waits for one of the places."""
+        await places.acquire()
+        self._taken.append(places)
+
+    def end(self) -> None:
+        """Lets the next replica begin. May be called again."""
+        while self._taken:
+            self._taken.pop().release()
+
+
+class ConnectTurns:
+    """The turns of all replicas of a router to connect, first come, first served; those that let their last turn pass
+    first wait for one another.
+
+    A router that starts before hundreds of replicas must not greet all of them at once, or on a busy machine every
+    greeting outlasts its deadline, and all begin again together.
+    """
+
+    def __init__(self) -> None:
+        self._all = asyncio.Semaphore(MOST_TURNS)
+        self._doubtful = asyncio.Semaphore(MOST_DOUBTFUL)
+
+    @asynccontextmanager
+    async def turn(self, seconds: float, *, is_doubtful: bool) -> AsyncIterator[Turn]:
+        """Waits for a turn, which ends after `seconds` or with the block: one that is slow to answer, or never does,
+        may go on, and keeps nobody out."""
+        turn = Turn()
+        try:
+            if is_doubtful:
+                await turn.take(self._doubtful)
+            await turn.take(self._all)
+            ticks = Ticks(seconds, turn.end)
+            try:
+                yield turn
+            finally:
+                ticks.cancel()
+        finally:
+            turn.end()
 
 
 @dataclass(frozen=True, slots=True)
