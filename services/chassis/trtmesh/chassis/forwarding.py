@@ -93,15 +93,15 @@ class Forwarder(ABC, Generic[Message]):
             self._handed = None
 
     def write_ready(self) -> None:
-        """Writes what is ready, up to what must wait."""
+        """Writes what is ready, up to what must wait; without a sink, has the task take it."""
         self._planned = False
         handed, sink = self._handed, self._sink
-        if handed is None or sink is None or handed.done():
+        if handed is None or handed.done():
             return
         message = None
         try:
             # The task writes the last message: the end of the call then leaves in the same pass.
-            if not self.closed:
+            if sink is not None and not self.closed:
                 while (message := self.take()) is not None and sink.write_now(message):
                     if self._after is not None:
                         self._after()

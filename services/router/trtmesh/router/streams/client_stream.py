@@ -188,7 +188,6 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         """Those that will remind this stream, if any."""
         self._remind_at = writes.openings.add(self)
         self._growing: dict[tuple[int, int], WaitingTokens] = {}
-        self._taker: asyncio.Future[None] | None = None
         self.watcher: Pace | None = None
         self.full = False
         self.waiting_tokens = 0
@@ -292,8 +291,7 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
     async def next_entries(self) -> Sequence[Waiting] | None:
         """Waits for the entries of the next message; None at the end. The only consumer calls again after its write."""
         while (entries := self.take()) is None and not self.closed:
-            self._taker = self._loop.create_future()
-            await self._taker
+            await self._next()
         return entries
 
     def unread_seconds(self, now: float) -> float:
@@ -367,20 +365,9 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
     def wake(self) -> None:
         if self._reminders is not None:
             self._forget_reminder()
-        if self._planned:
-            return
-        if self._handed is not None:
+        if self._handed is not None and not self._planned:
             self._planned = True
             self._writes.ask(self.write_ready)
-        elif self._taker is not None:
-            self._planned = True
-            self._writes.ask(self._let_take)
-
-    def _let_take(self) -> None:
-        self._planned = False
-        taker, self._taker = self._taker, None
-        if taker is not None and not taker.done():
-            taker.set_result(None)
 
 
 def as_response(waiting: Sequence[Waiting]) -> router_pb.GenerateResponse:
