@@ -142,11 +142,11 @@ def test_server(runner: asyncio.Runner, fuzz_seconds: float) -> None:
         try:
             writer.write(sent + PING)
             await _until_answer_or_end(reader, writer, duty)
-            assert server.budget.held <= len(sent)
+            assert server.clients.budget.held <= len(sent)
         finally:
             writer.transport.abort()
-        await _settled(lambda: not server._connections and len(asyncio.all_tasks()) == 1)
-        assert server.budget.held == 0
+        await _settled(lambda: not server.clients.open and len(asyncio.all_tasks()) == 1)
+        assert server.clients.budget.held == 0
 
     try:
         calls = opened(REQUEST, (PATHS[0], PATHS[1], PATHS[2]))

@@ -48,7 +48,7 @@ async def test_a_connection_beyond_the_limit_is_told_and_closed(
                 assert await third.closed() == b""
             await first.echoes(3)
         await asyncio.to_thread(lambda: None)
-        while len(example.server._connections) > 1:  # noqa: ASYNC110 - a set has no event
+        while len(example.server.clients.open) > 1:  # noqa: ASYNC110 - a set has no event
             await asyncio.sleep(0)
         async with wired(example) as fourth:
             await fourth.echoes(1)

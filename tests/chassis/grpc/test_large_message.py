@@ -203,5 +203,5 @@ async def test_server_refuses_a_message_of_too_many_fields() -> None:
                 await call
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sizes == {len(good)}
-    assert not server.budget.held
+    assert not server.clients.budget.held
     await server.stop(grace=None)

@@ -126,7 +126,7 @@ def expected_numbers(count: int) -> list[int]:
 
 def data_bytes(example: Example) -> int:
     """DATA sent on the only connection."""
-    (connection,) = example.server._connections
+    (connection,) = example.server.clients.open
     sent: int = connection.writer.data_bytes
     return sent
 
@@ -171,7 +171,7 @@ class HeldPieces(ThreadPoolExecutor):
 async def test_compressing_holds_up_nobody() -> None:
     """While one answer is compressed, another connection is served, and its smaller answer is compressed too."""
     async with compressing(ASKED) as example, wired(example) as wire, channel_to(example) as other:
-        thread = example.server.policy.compressor._thread = HeldPieces()
+        thread = example.server.clients.policy.compressor._thread = HeldPieces()
         wire.send(large_call(wire))
         large = asyncio.create_task(wire.answer(1))
         await until(lambda: len(thread.held) > 0)
@@ -190,7 +190,7 @@ async def test_cancelled_call_is_not_compressed_further() -> None:
     async with compressing(ASKED) as example, wired(example) as wire:
         wire.send(large_call(wire))
         await until(lambda: unread(example) > 0)
-        (connection,) = example.server._connections
+        (connection,) = example.server.clients.open
         wire.send(rst_stream(1, ErrorCode.CANCEL))
         await until(lambda: not connection.has_calls)
         assert unread(example) == 0
@@ -203,7 +203,7 @@ async def test_unread_answers_end_the_call_that_compresses_most() -> None:
     async with compressing(ASKED) as example, wired(example) as wire:
         wire.send(wire.call(3, "Many"), wire.data(3, b"1,100000"))
         await until(lambda: 0 < unread(example) < 100_000)
-        example.server.answers.limit = MOST_BYTES
+        example.server.clients.answers.limit = MOST_BYTES
         wire.send(large_call(wire, stream=5))
         assert await wire.error() == (5, ErrorCode.ENHANCE_YOUR_CALM)
         await until(lambda: 0 < unread(example) < 100_000)
@@ -215,5 +215,5 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def unread(example: Example) -> int:
-    held: int = example.server.answers.held
+    held: int = example.server.clients.answers.held
     return held

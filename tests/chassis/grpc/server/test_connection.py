@@ -520,7 +520,7 @@ async def test_closed_streams_are_forgotten(example: Example) -> None:
             await wire.answer(stream)
         wire.send(wire.data(1, b"late"))
         await wire.echoes(last)
-        (connection,) = example.server._connections
+        (connection,) = example.server.clients.open
         assert len(connection._closed_streams._ended_by_peer) == MAX_CLOSED_STREAMS
 
 
@@ -561,7 +561,7 @@ async def test_connection_accepted_before_stop_is_closed(example: Example) -> No
     with theirs:
         theirs.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: ServerConnection(example.server), ours)
+        await loop.connect_accepted_socket(lambda: ServerConnection(example.server.clients), ours)
         async with asyncio.timeout(60):
             while await loop.sock_recv(theirs, 4096):
                 pass
@@ -571,7 +571,7 @@ async def test_connection_accepted_before_stop_is_closed(example: Example) -> No
 async def test_accepted_sockets_have_a_tcp_user_timeout(example: Example) -> None:
     async with wired(example) as wire:
         await wire.echoes(1)
-        (connection,) = example.server._connections
+        (connection,) = example.server.clients.open
         accepted = connection._transport.get_extra_info("socket")
         milliseconds = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert milliseconds == http2_connection.PAUSE_SECONDS * 1000
@@ -643,15 +643,15 @@ async def test_incomplete_frames_count_as_unread(example: Example) -> None:
         await wire.echoes(1)
         padded = frame(FrameType.DATA, PADDED, 3, bytes(2**20))
         wire.send(wire.call(3, "Chat"), padded[: 2**19])
-        while example.server.budget.held < 2**19 - 2**16:  # noqa: ASYNC110 - a count sets no event
+        while example.server.clients.budget.held < 2**19 - 2**16:  # noqa: ASYNC110 - a count sets no event
             await asyncio.sleep(0)
-    while example.server.budget.held:  # noqa: ASYNC110
+    while example.server.clients.budget.held:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
 async def test_the_largest_unread_answer_gives_way(example: Example) -> None:
     """Unread answers have a total; who holds little is not disturbed."""
-    example.server.answers.limit = 3 * 2**20
+    example.server.clients.answers.limit = 3 * 2**20
     no_window = {Setting.INITIAL_WINDOW_SIZE: 10}
     async with wired(example, no_window) as modest, wired(example, no_window) as greedy:
         modest.send(modest.call(1, "Many"), modest.data(1, b"1,100000"))
@@ -664,7 +664,7 @@ async def test_the_largest_unread_answer_gives_way(example: Example) -> None:
             body, said = await wire.answer(1)
             assert (len(body), said["grpc-status"]) == (held + 5 - 10, "0")
         await greedy.echoes(5)
-    assert example.server.answers.held == 0
+    assert example.server.clients.answers.held == 0
 
 
 async def test_what_a_transport_holds_counts_as_unread(example: Example) -> None:
@@ -676,17 +676,17 @@ async def test_what_a_transport_holds_counts_as_unread(example: Example) -> None
         wired(example, limits) as modest,
     ):
         greedy.send(window_update(0, 2**24), greedy.call(1, "Many"), greedy.data(1, b"9,100000"))
-        while example.server.answers.held < MAX_PASS_BYTES:  # noqa: ASYNC110
+        while example.server.clients.answers.held < MAX_PASS_BYTES:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await modest.echoes(1)
-        example.server.answers.limit = MAX_PASS_BYTES
+        example.server.clients.answers.limit = MAX_PASS_BYTES
         modest.send(raw_settings((Setting.INITIAL_WINDOW_SIZE, 10)), modest.call(3, "Many"))
         modest.send(modest.data(3, b"1,1000"))
         with suppress(ConnectionError):
             await greedy.closed()
         modest.send(window_update(3, 1000))
         assert (await modest.answer(3))[1]["grpc-status"] == "0"
-    while example.server.answers.held:  # noqa: ASYNC110
+    while example.server.clients.answers.held:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 

@@ -28,7 +28,7 @@ class Shared:
     async def until_connections(self, number: int) -> None:
         """Waits until the server for gRPC has so many."""
         async with asyncio.timeout(60):
-            while len(self.grpc._connections) != number:  # noqa: ASYNC110 - it sets no event
+            while len(self.grpc.clients.open) != number:  # noqa: ASYNC110 - it sets no event
                 await asyncio.sleep(0.005)
 
 
@@ -55,7 +55,7 @@ async def test_http_reaches_its_server_byte_by_byte(shared: Shared, method: str)
     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
     assert await reader.readexactly(len(method)) == method.encode()
     # It no longer counts as a connection of gRPC.
-    assert not shared.grpc._connections
+    assert not shared.grpc.clients.open
     writer.close()
 
 
@@ -68,7 +68,7 @@ async def test_http2_reaches_grpc_in_parts(shared: Shared, at: int) -> None:
         await asyncio.sleep(0.01)
     header = await reader.readexactly(9)
     assert header[3] == FrameType.SETTINGS
-    assert len(shared.grpc._connections) == 1
+    assert len(shared.grpc.clients.open) == 1
     writer.close()
 
 

@@ -46,11 +46,11 @@ async def test_the_client_with_most_idle_calls_loses_its_latest(
         few.send(*(few.call(stream, method) for stream in (1, 3, 5)))
         _, said = await many.answer(11)
         assert said["grpc-status"] == EXHAUSTED
-        assert small.server.idle.held == 8
+        assert small.server.clients.idle.held == 8
         for wire, streams in ((few, (1, 3, 5)), (many, (1, 3, 5, 7, 9))):
             for stream in streams:
                 await finish(wire, stream)
-        assert small.server.idle.held == 0
+        assert small.server.clients.idle.held == 0
 
 
 async def test_calls_with_their_requests_are_not_idle(small: Example) -> None:
@@ -58,16 +58,16 @@ async def test_calls_with_their_requests_are_not_idle(small: Example) -> None:
         for stream in range(1, 41, 2):
             busy.send(busy.call(stream, "Wait"), busy.data(stream, b""))
         await busy.echoes(41)
-        assert small.server.idle.held == 0
+        assert small.server.clients.idle.held == 0
         idle.send(*(idle.call(stream, "Join") for stream in range(1, 15, 2)))
         await idle.echoes(15)
-        assert small.server.idle.held == 7
+        assert small.server.clients.idle.held == 7
         for stream in range(1, 15, 2):
             await finish(idle, stream)
         idle.send(idle.call(17, "Join"), idle.call(19, "Echo"))
         await idle.echoes(21)
-        assert small.server.idle.held == 2
-    while small.server.idle.held:  # noqa: ASYNC110 - a count sets no event
+        assert small.server.clients.idle.held == 2
+    while small.server.clients.idle.held:  # noqa: ASYNC110 - a count sets no event
         await asyncio.sleep(0)
 
 
@@ -76,11 +76,11 @@ async def test_a_client_that_watches_health_is_idle(small: Example) -> None:
         for stream in range(1, 17, 2):
             wire.send(wire.call(stream, changes=HEALTH_WATCH), wire.data(stream, b""))
         await wire.next(FrameType.DATA, stream=15)
-        assert small.server.idle.held == 8
+        assert small.server.clients.idle.held == 8
         await other.echoes(1)
         _, said = await wire.answer(15)
         assert said["grpc-status"] == EXHAUSTED
-        assert small.server.idle.held == 7
+        assert small.server.clients.idle.held == 7
 
 
 @pytest.mark.parametrize("method", ["Whole", "Many", "CutOff"])
@@ -92,15 +92,15 @@ async def test_a_client_that_reads_no_answer_is_idle(small: Example, method: str
         for stream in range(1, 17, 2):
             wire.send(wire.call(stream, method), wire.data(stream, asked))
             await wire.next(FrameType.DATA, stream=stream)
-        assert small.server.idle.held == 8
+        assert small.server.clients.idle.held == 8
         wire.send(wire.call(17, method))
         _, said = await wire.answer(17)
         assert said["grpc-status"] == EXHAUSTED
         await other.echoes(1)
         reset = await wire.next(FrameType.RST_STREAM, stream=15)
         assert ErrorCode.parse(reset.payload) is ErrorCode.ENHANCE_YOUR_CALM
-        assert small.server.idle.held == 7
+        assert small.server.clients.idle.held == 7
         wire.send(window_update(1, 1000))
         _, said = await wire.answer(1)
         assert said["grpc-status"] == "0"
-        assert small.server.idle.held == 6
+        assert small.server.clients.idle.held == 6

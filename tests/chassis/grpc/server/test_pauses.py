@@ -102,7 +102,7 @@ async def test_answer_that_nobody_reads_is_given_up(method: str) -> None:
         assert unread(example) == 0
         wire.send(window_update(0, ANSWER_BYTES))
         await wire.echoes(3)
-        (connection,) = example.server._connections
+        (connection,) = example.server.clients.open
         assert not connection.has_calls
 
 
@@ -129,5 +129,5 @@ async def test_stream_is_left_to_its_handler() -> None:
 
 
 def unread(example: Example) -> int:
-    held: int = example.server.answers.held
+    held: int = example.server.clients.answers.held
     return held

@@ -76,7 +76,9 @@ async def test_pieces_stay_within_the_window() -> None:
 
 async def test_message_over_the_limit_is_refused() -> None:
     async with pieces() as example:
-        example.server.policy = replace(example.server.policy, max_message_bytes=1000)
+        example.server.clients.policy = replace(
+            example.server.clients.policy, max_message_bytes=1000
+        )
         async with wired(example) as wire:
             wire.send(wire.call(1, "Many"), wire.data(1, b""))
             async with asyncio.timeout(60):

@@ -21,7 +21,7 @@ IGNORED = frame(99, 0, 0, bytes(2**13)) * 100
 async def withheld(max_message_bytes: int) -> AsyncIterator[tuple[Example, WithheldTurns]]:
     """A server whose connections wait for their turns."""
     server, turns = GrpcServer(max_message_bytes), WithheldTurns()
-    server.turns = turns
+    server.clients.turns = turns
     async with serving(Example(server=server)) as example:
         yield example, turns
 
@@ -35,7 +35,7 @@ async def give_until(turns: WithheldTurns, done: Callable[[], bool]) -> None:
 async def test_input_that_waits_for_a_turn_counts() -> None:
     async with withheld(MOST_BYTES) as (example, turns), wired(example) as wire:
         wire.send(IGNORED)
-        budget = example.server.budget
+        budget = example.server.clients.budget
         await give_until(turns, lambda: budget.held > 0)
         assert budget.held >= MIN_COUNTED_BYTES
         echoing = asyncio.create_task(wire.echoes(1))
@@ -57,7 +57,7 @@ async def test_the_connection_with_most_waiting_input_ends() -> None:
         ending = asyncio.create_task(wire.error())
         await give_until(turns, ending.done)
         assert await ending == (0, ErrorCode.ENHANCE_YOUR_CALM)
-        assert example.server.budget.held == 0
+        assert example.server.clients.budget.held == 0
         echoing = asyncio.create_task(other.echoes(1))
         await give_until(turns, echoing.done)
         await echoing

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import TypeAlias
 
 import grpc
+from trtmesh.chassis.allocator import FreePages
+from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.fair.limits import Budget, ConnectionCounts, origin_of
 from trtmesh.chassis.fair.turns import ParseScheduler, StartQueue, StartScheduler
 from trtmesh.chassis.grpc.server.call import CallPolicy, Handler, ServerCall
@@ -72,41 +74,49 @@ _FAREWELL = b"farewell"
 """The payload of this PING."""
 
 
-class Owner(Protocol):
-    """The server, as seen by connections."""
+HELD_MESSAGES = 2
+"""Most unread bytes from all clients together, in messages of the largest size."""
 
-    policy: CallPolicy
-    turns: ParseScheduler
-    start_scheduler: StartScheduler
-    budget: Budget
-    answers: Budget
-    """Bytes not yet read by clients."""
-    idle: Budget
-    """Calls waiting for clients."""
-    connection_counts: ConnectionCounts
-    max_age_seconds: float
-    """0 without a limit."""
+HELD_ANSWERS = 4
+"""Most unread bytes of answers to all clients together, in messages of the largest size."""
 
-    def find_handler(self, headers: RequestHeaders) -> Handler | Refusal | None:
-        """Returns the handler of a call, or the refusal. Returns None for an unknown method."""
+IDLE_CALLS = 2
+"""Most calls waiting for clients, per admitted connection on average."""
 
-    def connection_opened(self, connection: ServerConnection) -> None:
-        """A client has connected."""
+FindHandler: TypeAlias = "Callable[[RequestHeaders], Handler | Refusal | None]"
+"""Returns the handler of a call, or the refusal. Returns None for an unknown method."""
 
-    def connection_closed(self, connection: ServerConnection) -> None:
-        """A client has disconnected."""
 
-    def calls_over(self) -> None:
-        """A draining connection has no more calls."""
+class Clients:
+    """The connections of a server, and what they share."""
+
+    def __init__(
+        self, policy: CallPolicy, settings: ConnectionSettings, find_handler: FindHandler
+    ) -> None:
+        self.policy = policy
+        self.find_handler = find_handler
+        self.max_age_seconds = settings.max_age_seconds
+        self.counts = ConnectionCounts(settings)
+        self.turns = ParseScheduler()
+        self.start_scheduler = StartScheduler()
+        most = policy.max_message_bytes
+        self.budget = Budget(HELD_MESSAGES * most, FreePages().give_back_soon)
+        self.answers = Budget(HELD_ANSWERS * most)
+        self.idle = Budget(IDLE_CALLS * settings.max_open)
+        self.open: set[ServerConnection] = set()
+        self.changed = asyncio.Event()
+        """Set when a client has left, and when a draining connection has no more calls."""
+        self.closing = False
+        """Whether the server admits no more connections."""
 
 
 class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Protocol):
     """Opens a call for each request of a client."""
 
-    def __init__(self, owner: Owner) -> None:
-        super().__init__(PREFACE, owner.turns, owner.budget)
-        self._owner = owner
-        self.policy = owner.policy
+    def __init__(self, clients: Clients) -> None:
+        super().__init__(PREFACE, clients.turns, clients.budget)
+        self._clients = clients
+        self.policy = clients.policy
         self.identity: CertificateNames | None = None
         self._parsed_headers: dict[Fields, RequestHeaders] = {}
         """Of the latest calls: most calls of a client have the same."""
@@ -121,18 +131,21 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.starts = StartQueue(self._owner.start_scheduler, self._origin)
-        self.unread = self._owner.answers.account(self._end_least_read)
-        self.idle = self._owner.idle.account(self._end_idle)
-        if problem := self._owner.connection_counts.admit(self._host):
+        self.starts = StartQueue(self._clients.start_scheduler, self._origin)
+        self.unread = self._clients.answers.account(self._end_least_read)
+        self.idle = self._clients.idle.account(self._end_idle)
+        if problem := self._clients.counts.admit(self._host):
             self._turn_away(problem)
             return
         self._admitted = True
-        if age := self._owner.max_age_seconds:
+        if age := self._clients.max_age_seconds:
             # Connections opened together must not all return together.
             self._retire_at = self._loop.time() + age * random.uniform(0.9, 1.1)  # noqa: S311 - no secret
         self.identity = identity_of(transport)
-        self._owner.connection_opened(self)
+        self._clients.open.add(self)
+        if self._clients.closing:
+            # Accepted before the end.
+            self.close()
 
     def _turn_away(self, problem: str) -> None:
         """Closes at once, without waiting for the client to read."""
@@ -149,8 +162,9 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         if self._refusal_timer is not None:
             self._refusal_timer.cancel()
         if self._admitted:
-            self._owner.connection_counts.leave(self._host)
-            self._owner.connection_closed(self)
+            self._clients.counts.leave(self._host)
+            self._clients.open.discard(self)
+            self._clients.changed.set()
 
     @property
     def has_calls(self) -> bool:
@@ -257,7 +271,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
                 f"metadata has {block.size} bytes but must have at most {MAX_HEADER_LIST_SIZE}",
             )
             return
-        if (handler := self._owner.find_handler(headers)) is None:
+        if (handler := self._clients.find_handler(headers)) is None:
             self._refuse(stream, block, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             return
         if isinstance(handler, Refusal):
@@ -350,7 +364,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
     def forget(self, stream_id: int) -> None:
         super().forget(stream_id)
         if self._draining and not self._streams:
-            self._owner.calls_over()
+            self._clients.changed.set()
             if self._retiring:
                 self.close()
 

@@ -11,32 +11,20 @@ from typing import Any, TypeAlias
 
 import grpc
 from trtmesh.chassis.addresses import listeners
-from trtmesh.chassis.allocator import FreePages
 from trtmesh.chassis.connection_settings import ConnectionSettings
-from trtmesh.chassis.fair.limits import Budget, ConnectionCounts
 from trtmesh.chassis.fair.messages import MessageAdmission
-from trtmesh.chassis.fair.turns import ParseScheduler, StartScheduler
 from trtmesh.chassis.grpc.compression_settings import CompressionSettings
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.metadata import Metadata
 from trtmesh.chassis.grpc.server.call import CallPolicy, Handler
 from trtmesh.chassis.grpc.server.compression import Compressor
-from trtmesh.chassis.grpc.server.connection import ServerConnection
+from trtmesh.chassis.grpc.server.connection import Clients, ServerConnection
 from trtmesh.chassis.grpc.server.first_bytes import Factory, FirstBytes
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
 from trtmesh.chassis.grpc.server.refusals import Refusal
 from trtmesh.chassis.http2.connection import set_user_timeout
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.listener import TlsListener, serve
-
-HELD_MESSAGES = 2
-"""Most unread bytes from all clients together, in messages of the largest size."""
-
-HELD_ANSWERS = 4
-"""Most unread bytes of answers to all clients together, in messages of the largest size."""
-
-IDLE_CALLS = 2
-"""Most calls waiting for clients, per admitted connection on average."""
 
 CANCELLATION_SECONDS = 0.5
 """How long cancelled handlers may take to end."""
@@ -71,20 +59,13 @@ class GrpcServer(grpc.aio.Server):
         """Without `compression` answers are uncompressed. Without `message_limits` clients are trusted with large
         messages of any content. Without `admission` large messages count in no sum. `http` makes the protocols of
         connections that do not begin as HTTP/2; without it they are refused."""
-        connections = connections or ConnectionSettings()
-        self.max_age_seconds = connections.max_age_seconds
-        self.policy = CallPolicy(
+        policy = CallPolicy(
             max_message_bytes,
             Compressor(compression or CompressionSettings(answers="never")),
             message_limits,
             admission or MessageAdmission(),
         )
-        self.turns = ParseScheduler()
-        self.start_scheduler = StartScheduler()
-        self.budget = Budget(HELD_MESSAGES * max_message_bytes, FreePages().give_back_soon)
-        self.answers = Budget(HELD_ANSWERS * max_message_bytes)
-        self.idle = Budget(IDLE_CALLS * connections.max_open)
-        self.connection_counts = ConnectionCounts(connections)
+        self.clients = Clients(policy, connections or ConnectionSettings(), self._find_handler)
         self._guard = guard
         self._http = http
         self._tls = tls
@@ -92,9 +73,6 @@ class GrpcServer(grpc.aio.Server):
         self._generic: list[grpc.GenericRpcHandler] = []
         self._sockets: list[socket.socket] = []
         self._servers: list[asyncio.Server | TlsListener] = []
-        self._connections: set[ServerConnection] = set()
-        self._changed = asyncio.Event()
-        self._stopping = False
         self._stopped = asyncio.Event()
 
     def add_generic_rpc_handlers(
@@ -132,34 +110,34 @@ class GrpcServer(grpc.aio.Server):
             del self._sockets[0]
 
     def _connection(self) -> asyncio.Protocol:
-        own = ServerConnection(self)
+        own = ServerConnection(self.clients)
         return FirstBytes(own, self._http) if self._http is not None else own
 
     def retire_connections(self) -> None:
         """Has every present client open the next call on another connection, maybe to another process. Open calls
         continue; later connections are served."""
-        for connection in [*self._connections]:
+        for connection in [*self.clients.open]:
             connection.retire()
 
     async def stop(self, grace: float | None) -> None:
         """Refuses new calls, lets open calls run for `grace` seconds, then ends them."""
-        self._stopping = True
+        self.clients.closing = True
         for server in self._servers:
             server.close()
         for taken in self._sockets:
             taken.close()
-        for connection in self._connections:
+        for connection in self.clients.open:
             connection.drain()
         await self._without_calls(grace or 0.0)
-        for connection in self._connections:
+        for connection in self.clients.open:
             connection.end_calls()
         await self._without_calls(CANCELLATION_SECONDS)
-        for connection in self._connections:
+        for connection in self.clients.open:
             connection.close()
-        while self._connections:
-            self._changed.clear()
-            await self._changed.wait()
-        self.policy.compressor.close()
+        while self.clients.open:
+            self.clients.changed.clear()
+            await self.clients.changed.wait()
+        self.clients.policy.compressor.close()
         self._stopped.set()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 - grpc.aio's own
@@ -171,7 +149,7 @@ class GrpcServer(grpc.aio.Server):
             return True
         return False
 
-    def find_handler(self, headers: RequestHeaders) -> Handler | Refusal | None:
+    def _find_handler(self, headers: RequestHeaders) -> Handler | Refusal | None:
         """The handler of a call, or the guard's refusal; None for an unknown method."""
         if self._guard is not None:
             refusal = self._guard(CallDetails(headers.path, headers.metadata))
@@ -191,23 +169,10 @@ class GrpcServer(grpc.aio.Server):
             self._handlers[path] = handler
         return handler
 
-    def connection_opened(self, connection: ServerConnection) -> None:
-        self._connections.add(connection)
-        if self._stopping:
-            # Accepted before `stop`.
-            connection.close()
-
-    def connection_closed(self, connection: ServerConnection) -> None:
-        self._connections.discard(connection)
-        self._changed.set()
-
-    def calls_over(self) -> None:
-        self._changed.set()
-
     async def _without_calls(self, seconds: float) -> None:
         """Waits at most `seconds` until no call is open."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while any(connection.has_calls for connection in self._connections):
-                    self._changed.clear()
-                    await self._changed.wait()
+                while any(connection.has_calls for connection in self.clients.open):
+                    self.clients.changed.clear()
+                    await self.clients.changed.wait()
