@@ -7,10 +7,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.error_wire import from_proto
 from trtmesh.chassis.errors import InternalError, TrtmeshError, WorkerLost
+from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.adapters.usage import Usages
@@ -34,42 +36,20 @@ Load = Callable[[], Awaitable[AdapterContent]]
 
 @dataclass(slots=True, eq=False)
 class _Delivery:
-    """A delivery that items wait for."""
+    """A delivery that items wait for. Whatever ends it sets the answer."""
 
-    done: asyncio.Future[None]
-    began: float
-    task: asyncio.Task[None] | None = None
+    answer: asyncio.Future[None]
+    task: asyncio.Task[None]
     waiters: int = 0
 
     def end(self, error: TrtmeshError | None = None) -> None:
-        """Tells everything that waits, and sends no further part."""
-        if not self.done.done():
-            if error is None:
-                self.done.set_result(None)
-            else:
-                self.done.set_exception(error)
-                # Retrieved here, because nothing may wait any more.
-                self.done.exception()
-        self._stop()
-
-    def leave(self) -> None:
-        """A waiter left; the last one ends the delivery."""
-        self.waiters -= 1
-        if not self.waiters:
-            self.done.cancel()
-            self._stop()
-
-    def _stop(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
-    @property
-    def outcome(self) -> str:
-        """A word for the metrics."""
-        if self.done.cancelled():
-            return "unwanted"
-        error = self.done.exception()
-        return error.reason.lower() if isinstance(error, TrtmeshError) else "loaded"
+        """The worker loaded the version, or will not because of an error."""
+        if self.answer.done():
+            return
+        if error is None:
+            self.answer.set_result(None)
+        else:
+            self.answer.set_exception(error)
 
 
 class Deliveries:
@@ -92,13 +72,15 @@ class Deliveries:
     async def deliver(self, adapter: Adapter, load: Load, *, pinned: bool = False) -> None:
         """Has the worker load a version. Raises the worker's error, the error of `load`, or WorkerLost."""
         delivery = self._underway.get((adapter.id, adapter.version))
-        if delivery is None or delivery.done.done():
+        if delivery is None or delivery.answer.done():
             delivery = self._begin(adapter, load, pinned=pinned)
         delivery.waiters += 1
         try:
-            await asyncio.shield(delivery.done)
+            await asyncio.shield(delivery.task)
         finally:
-            delivery.leave()
+            delivery.waiters -= 1
+            if not delivery.waiters:
+                delivery.answer.cancel()
 
     def on_states(self, states: Iterable[pb.AdapterState]) -> None:
         """Ends the deliveries that the worker answers."""
@@ -115,48 +97,52 @@ class Deliveries:
             delivery.end(error)
 
     def _begin(self, adapter: Adapter, load: Load, *, pinned: bool) -> _Delivery:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        delivery = _Delivery(done, time.monotonic())
-        self._underway[adapter.id, adapter.version] = delivery
-        delivery.task = asyncio.create_task(self._carry(delivery, adapter, load, pinned=pinned))
-        done.add_done_callback(lambda _: self._ended(adapter, delivery))
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._carry(answer, adapter, load, pinned=pinned))
+        delivery = self._underway[adapter.id, adapter.version] = _Delivery(answer, task)
+        task.add_done_callback(partial(self._ended, adapter, delivery, time.monotonic()))
         return delivery
 
-    def _ended(self, adapter: Adapter, delivery: _Delivery) -> None:
+    def _ended(
+        self, adapter: Adapter, delivery: _Delivery, began: float, task: asyncio.Task[None]
+    ) -> None:
         key = (adapter.id, adapter.version)
         if self._underway.get(key) is delivery:
             del self._underway[key]
-        self._metrics.deliveries[delivery.outcome] += 1
-        self._metrics.delivery.observe(time.monotonic() - delivery.began)
+        self._metrics.delivery.observe(time.monotonic() - began)
         usage = self._usages.of(adapter)
-        if delivery.done.cancelled():
+        if task.cancelled():
+            self._metrics.deliveries["unwanted"] += 1
             return
-        error = delivery.done.exception()
+        # Retrieved here, because nothing may wait any more.
+        error = task.exception()
+        assert error is None or isinstance(error, TrtmeshError)
+        self._metrics.deliveries[error.reason.lower() if error else "loaded"] += 1
         usage.loads += error is None
-        if not (isinstance(error, TrtmeshError) and error.row.movable):
-            usage.error = error if isinstance(error, TrtmeshError) else None
+        if error is None or not error.row.movable:
+            usage.error = error
 
     async def _carry(
-        self, delivery: _Delivery, adapter: Adapter, load: Load, *, pinned: bool
+        self, answer: asyncio.Future[None], adapter: Adapter, load: Load, *, pinned: bool
     ) -> None:
+        """Sends a version until the worker answers. Raises TrtmeshError."""
         try:
             async with asyncio.timeout(DELIVERY_SECONDS):
-                await self._send(adapter, load, pinned=pinned)
-                await asyncio.shield(delivery.done)
-        except TimeoutError:
-            delivery.end(
-                WorkerLost(
-                    f"the worker did not load adapter {adapter.id} within {DELIVERY_SECONDS:g} s"
-                )
-            )
-        except TrtmeshError as error:
-            delivery.end(error)
+                await until_first_ends(answer, self._send(answer, adapter, load, pinned=pinned))
+        except TimeoutError as error:
+            raise WorkerLost(
+                f"the worker did not load adapter {adapter.id} within {DELIVERY_SECONDS:g} s"
+            ) from error
+        except TrtmeshError:
+            raise
         except Exception as error:
-            # Broad on purpose: items would wait forever for a defect here.
+            # Broad on purpose: items would fail without a word of a defect here.
             log.exception("unexpected error in the delivery of adapter %d", adapter.id)
-            delivery.end(InternalError(f"{type(error).__name__}: {error}"))
+            raise InternalError(f"{type(error).__name__}: {error}") from error
 
-    async def _send(self, adapter: Adapter, load: Load, *, pinned: bool) -> None:
+    async def _send(
+        self, answer: asyncio.Future[None], adapter: Adapter, load: Load, *, pinned: bool
+    ) -> None:
         content = await load()
         async with self._sending:
             for offset, data in parts(content):
@@ -173,6 +159,7 @@ class Deliveries:
                 self._metrics.delivered_bytes += len(data)
                 self.written.clear()
                 await self.written.wait()
+        await asyncio.shield(answer)
 
 
 def parts(content: AdapterContent) -> Iterator[tuple[int, bytes]]:
