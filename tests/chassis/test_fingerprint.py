@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 
 TOKENIZER: dict[str, Any] = {
@@ -67,5 +68,5 @@ def test_sentencepiece_model_is_hashed_by_its_bytes(tmp_path: Path) -> None:
 
 def test_invalid_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not JSON"):
+    with pytest.raises(ModelUnusable, match=r"tokenizer\.json is refused"):
         tokenizer_fingerprint(tmp_path)

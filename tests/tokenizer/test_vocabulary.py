@@ -229,7 +229,8 @@ def test_empty_vocabulary_is_refused(own_model_dir: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize(
-    ("content", "what"), [("{", "cannot be read as JSON"), ("[]", "must hold a JSON object")]
+    ("content", "what"),
+    [("{", "is refused: Expecting"), ("[]", "is refused: it must hold a JSON object")],
 )
 def test_invalid_config_file_is_refused(
     own_model_dir: Path, name: str, content: str, what: str

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trtmesh.chassis.json_text import load_json
+from trtmesh.chassis.model_dir import read_object
 
 VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 """Tokenizer files of models without tokenizer.json."""
@@ -66,7 +66,7 @@ def tokenizer_fits(worker: str, mesh: str) -> bool:
 
 
 def tokenizer_fingerprint(model_dir: Path) -> str:
-    """64 hexadecimal digits, or "" without a tokenizer. Raises ValueError for an invalid file."""
+    """64 hexadecimal digits, or "" without a tokenizer. Raises ModelUnusable for an invalid file."""
     parts = list(_vocabulary(model_dir))
     if not parts:
         return ""
@@ -99,12 +99,7 @@ def _chosen(file: Path, is_part: Callable[[str], bool]) -> list[tuple[str, bytes
     """The parts of a JSON file in canonical form; empty without the file."""
     if not file.is_file():
         return []
-    try:
-        content = load_json(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object")  # noqa: TRY004 - a file's content, not an argument
+    content = read_object(file)
     parts = {key: content[key] for key in content if is_part(key) and content[key] is not None}
     _join_merges(parts.get("model"))
     return [(file.name, json.dumps(parts, sort_keys=True, ensure_ascii=False).encode())]

@@ -42,6 +42,11 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def read_optional(file: Path) -> dict[str, Any]:
+    """The JSON object in a file, which is empty where there is none. Raises ModelUnusable."""
+    return read_object(file) if file.is_file() else {}
+
+
 def _of_llama_cpp(name: str) -> str:
     return (
         f"holds a model for llama.cpp ({name}), which no backend reads; download the model from which it was"

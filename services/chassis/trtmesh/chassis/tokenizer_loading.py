@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.json_text import load_json
+from trtmesh.chassis.model_dir import read_optional
 from trtmesh.chassis.panics import is_failure
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 def complete(tokenizer: Tokenizer, model_dir: Path) -> None:
     """Applies the declarations of the other files. Raises ModelUnusable unless each is a JSON object."""
     file = model_dir / CONFIG_FILE
-    config = read_json(file)
+    config = read_optional(file)
     _add_tokens(tokenizer, model_dir, config)
     tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
     _apply_prefix_space(tokenizer, file, config)
@@ -75,28 +75,15 @@ def for_words(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(tokenizer.to_str())
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object of an optional file."""
-    if not file.is_file():
-        return {}
-    try:
-        content = load_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnusable(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelUnusable(f"{file} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
 def _add_tokens(tokenizer: Tokenizer, model_dir: Path, config: Mapping[str, Any]) -> None:
     """Adds the tokens missing from tokenizer.json, first the tokens with ids."""
     where, stated = CONFIG_FILE, config.get("added_tokens_decoder")
     if stated is None:
         # As in transformers, older files count only in the absence of this file.
-        config = {**config, **read_json(model_dir / SPECIAL_TOKENS_FILE)}
+        config = {**config, **read_optional(model_dir / SPECIAL_TOKENS_FILE)}
     named, extra = list(_named_tokens(config)), list(_extra_tokens(config))
     if stated is None:
-        where, ids = ADDED_TOKENS_FILE, read_json(model_dir / ADDED_TOKENS_FILE)
+        where, ids = ADDED_TOKENS_FILE, read_optional(model_dir / ADDED_TOKENS_FILE)
         special = {token.content for token in named + extra}
         stated = {ids[name]: {"content": name, "special": name in special} for name in ids}
     with_ids = dict(_tokens_with_ids(model_dir / where, stated))

@@ -1,4 +1,4 @@
-"""The fingerprints of a model, of its configuration and weights, and of its tokenizer."""
+"""The fingerprint of a model, of its configuration and weights."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from trtmesh.chassis import fingerprint
-from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.json_text import load_json
+from trtmesh.chassis.model_dir import read_object
 
 LENGTH_BYTES = 8
 """Bytes at the start of a safetensors file, with the length of the header."""
@@ -32,27 +30,12 @@ def model_fingerprint(model_dir: Path, files: Sequence[Path], dtype: str) -> str
         file = model_dir / name
         digest.update(f"\0{name}\0".encode())
         if file.is_file():
-            digest.update(_canonical(file))
+            digest.update(json.dumps(read_object(file), sort_keys=True).encode())
     for file in files:
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
         for part in _parts(file):
             digest.update(part)
     return digest.hexdigest()
-
-
-def tokenizer_fingerprint(directory: Path) -> str:
-    """That of the chassis. Raises ModelUnusable."""
-    try:
-        return fingerprint.tokenizer_fingerprint(directory)
-    except ValueError as error:
-        raise ModelUnusable(str(error)) from error
-
-
-def _canonical(file: Path) -> bytes:
-    try:
-        return json.dumps(load_json(file.read_text(encoding="utf-8")), sort_keys=True).encode()
-    except ValueError as error:
-        raise ModelUnusable(f"{file} is not JSON: {error}") from error
 
 
 def _parts(file: Path) -> Iterator[bytes]:

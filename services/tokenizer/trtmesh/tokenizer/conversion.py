@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.json_text import load_json
+from trtmesh.chassis.model_dir import read_optional
 
 _TIMEOUT_SECONDS = 600
 
@@ -58,8 +58,7 @@ def _main(model_dir: str, output: str) -> None:
 
 
 def _has_code(model_dir: Path) -> bool:
-    file = model_dir / "tokenizer_config.json"
-    return file.is_file() and "auto_map" in load_json(file.read_text(encoding="utf-8"))
+    return "auto_map" in read_optional(model_dir / "tokenizer_config.json")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.model_dir import read_optional
 from trtmesh.chassis.parsing import parse_config
-from trtmesh.chassis.tokenizer_loading import read_json
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 def read_defaults(model_dir: Path) -> pb.GenerationConfig:
     """The defaults of the file; a value that no request may have is a warning. Raises ModelUnusable."""
-    given = read_json(model_dir / FILE)
+    given = read_optional(model_dir / FILE)
     defaults = pb.GenerationConfig()
     for name in (*SAMPLING, "max_new_tokens"):
         if (value := given.get(name)) is None:

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from trtmesh.chassis.errors import ModelUnusable
 from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
-from trtmesh.chassis.model_dir import check_model_dir
+from trtmesh.chassis.model_dir import check_model_dir, read_optional
 from trtmesh.chassis.stop_texts import SpecialTokens
 from trtmesh.chassis.tokenizer_loading import (
     CONFIG_FILE,
@@ -20,7 +20,6 @@ from trtmesh.chassis.tokenizer_loading import (
     TOKENIZER_FILE,
     complete,
     load_tokenizer,
-    read_json,
 )
 from trtmesh.tokenizer.chat.templates import SPECIAL_TOKENS, ChatTemplates, read_templates
 from trtmesh.tokenizer.conversion import convert
@@ -73,7 +72,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if not tokenizer.get_vocab_size(with_added_tokens=False):
         raise ModelUnusable(f"{model_dir / TOKENIZER_FILE}: the vocabulary is empty")
-    configs = [read_json(model_dir / name) for name in _SPECIAL_TOKEN_FILES]
+    configs = [read_optional(model_dir / name) for name in _SPECIAL_TOKEN_FILES]
     added = tokenizer.get_added_tokens_decoder()
     detokenizer = choose_detokenizer(tokenizer)
     return Vocabulary(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trtmesh.chassis.errors import SettingsError
+from trtmesh.chassis.errors import ModelUnusable, SettingsError
 from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.tools.triton_import.findings import Draft, Outcome, Subject
 from trtmesh.tools.triton_import.hf_model import ModelLengths
@@ -241,7 +241,7 @@ def _tokenizer(subject: Subject, draft: Draft) -> None:
     own, weights = Path(subject.value), subject.weights
     try:
         differs = own.is_dir() and tokenizer_fingerprint(own) != tokenizer_fingerprint(weights)
-    except (OSError, ValueError) as error:
+    except (OSError, ModelUnusable) as error:
         raise SettingsError(f"cannot compare {own} with {weights}: {error}") from error
     if differs:
         draft.refuse(

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import grpc
 from smg_grpc_proto.generated import common_pb2
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.fingerprint import VOCABULARY_FILES
+from trtmesh.chassis.fingerprint import VOCABULARY_FILES, tokenizer_fingerprint
 from trtmesh.engine.backends.foreign.contract import Contract, EngineFacts
-from trtmesh.engine.model_fingerprint import model_fingerprint, tokenizer_fingerprint
+from trtmesh.engine.model_fingerprint import model_fingerprint
 
 TOKENIZER_FILES = (
     "tokenizer.json",

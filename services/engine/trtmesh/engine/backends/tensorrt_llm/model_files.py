@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trtmesh.chassis.errors import ModelUnusable
-from trtmesh.chassis.model_dir import check_model_dir, read_object
+from trtmesh.chassis.fingerprint import tokenizer_fingerprint
+from trtmesh.chassis.model_dir import check_model_dir, read_object, read_optional
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
-from trtmesh.engine.model_fingerprint import model_fingerprint, tokenizer_fingerprint
+from trtmesh.engine.model_fingerprint import model_fingerprint
 from trtmesh.v1 import generation_pb2 as pb
 
 DATA_TYPES: Mapping[str, int] = {
@@ -79,9 +80,7 @@ def _length(config: Mapping[str, Any]) -> int | None:
 
 def _end_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Those of generation_config.json, else of config.json: the library adds the former only with a tokenizer."""
-    file = model_dir / "generation_config.json"
-    generation = read_object(file) if file.is_file() else {}
-    for source in (generation, config):
+    for source in (read_optional(model_dir / "generation_config.json"), config):
         ids = source.get("eos_token_id")
         ids = ids if isinstance(ids, list) else [ids]
         if found := tuple(dict.fromkeys(each for each in ids if type(each) is int and each >= 0)):

@@ -16,6 +16,7 @@ from trtmesh.chassis import adapter_content
 from trtmesh.chassis.cores import weight_bytes
 from trtmesh.chassis.device_names import AUTO
 from trtmesh.chassis.errors import ModelUnusable, SettingsError, StartupError
+from trtmesh.chassis.fingerprint import tokenizer_fingerprint
 from trtmesh.chassis.progress import tell_progress
 from trtmesh.engine import admission
 from trtmesh.engine.adapter_store import StoreLimits
@@ -61,7 +62,7 @@ from trtmesh.engine.backends.torch.settings import (
     TorchSettings,
 )
 from trtmesh.engine.kv_memory import KvMemory
-from trtmesh.engine.model_fingerprint import model_fingerprint, tokenizer_fingerprint
+from trtmesh.engine.model_fingerprint import model_fingerprint
 from trtmesh.engine.scheduling.blocks import BlockPool
 from trtmesh.engine.scheduling.handoffs import BlockHandoffs
 from trtmesh.engine.scheduling.scheduler import Scheduler
