@@ -28,7 +28,7 @@ FAULTS = (*KILLS, *FREEZES, *CUTS, *SILENCES, DAMAGE, *FULL, *CLIENT)
 FOUND = ("a part of the KV arrived damaged", "is not that of the sequence's tokens")
 """What a router logs of a checksum that differs, and of damage that a worker meets in its own memory."""
 LATE = (
-    "for longer than handoff.",
+    " for longer than ",
     "the lease was not renewed in time",
     "names a lease that is not held here",
     "is left: it was silent for",

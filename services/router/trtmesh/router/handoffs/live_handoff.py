@@ -251,13 +251,16 @@ class LiveHandoff:
     @property
     def deadline(self) -> float:
         """End of the present stage, unless something happens."""
-        seconds = {
+        return self._stage_began + self._stage_seconds
+
+    @property
+    def _stage_seconds(self) -> float:
+        return {
             "reserving": RESERVE_SECONDS,
             "prefilling": PREFILL_SECONDS,
             "transferring": TRANSFER_SECONDS,
             "parked": NEVER,
-        }
-        return self._stage_began + seconds[self.stage]
+        }[self.stage]
 
     @property
     def life_seconds(self) -> float:
@@ -328,9 +331,8 @@ class LiveHandoff:
 
     def be_late(self) -> None:
         """The deadline of the stage passed."""
-        stage = self.stage
         self.error = HandoffFailed(
-            f"the handoff of lease {self.lease_id} was {stage} for longer than {stage_setting(stage)}"
+            f"the handoff of lease {self.lease_id} was {self.stage} for longer than {self._stage_seconds:g} s"
         )
         self._advance(Event.LATE)
 
@@ -448,9 +450,3 @@ class LiveHandoff:
             self.receiver.leases.forget(self.receiver_lease_id)
         owner.on_handoff_over(self)
         self._on_over(self)
-
-
-def stage_setting(stage: str) -> str:
-    """The setting that limits a stage."""
-    word = {"reserving": "reserve", "prefilling": "prefill"}.get(stage, "transfer")
-    return f"handoff.{word}_seconds"
