@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from process_constants import patch
 from trtmesh.router.streams.client_stream import (
     LOOK_BYTES,
     MOST_MESSAGE_BYTES,
     OBJECT_BYTES,
     TOKEN_BYTES,
     ClientStream,
-    Credit,
     Pace,
     WriteScheduler,
     as_response,
@@ -283,11 +283,12 @@ class Heard(Pace):
         self.words.append("read")
 
 
-@pytest.mark.parametrize("credit", [Credit(10, 10**6), Credit(10**6, 40)])
+@pytest.mark.parametrize("credit", [{"buffer_tokens": 10}, {"buffer_bytes": 40}])
 async def test_credit_counts_tokens_and_bytes_and_returns_after_the_write(
-    credit: Credit,
+    credit: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, heard = ClientStream(OPENING, WriteScheduler(), credit), Heard()
+    patch(monkeypatch, **credit)
+    stream, heard = ClientStream(OPENING, WriteScheduler()), Heard()
     stream.watcher = heard
     for number in range(10):
         stream.put_tokens(0, 0, number, [7], "", None)

@@ -20,7 +20,7 @@ from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun, TracedItemRun
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.siblings import Siblings
-from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Credit, Pace
+from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Pace
 from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.request import GenerationRequest, ItemRequest
 from trtmesh.router.values.resumption import Received
@@ -68,7 +68,7 @@ class LiveRequest:
         accepted = opening.accepted
         accepted.request_id, accepted.model = request.request_id, admitted.model
         accepted.seed = seed
-        self.client = ClientStream(opening, mesh.writes, Credit.of_a_client())
+        self.client = ClientStream(opening, mesh.writes)
         self.pace = Pace(client_limits, waiting, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
         self._paused = paused

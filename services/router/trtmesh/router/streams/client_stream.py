@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pydantic import Field
 from trtmesh.chassis.errors import SlowClient
 from trtmesh.chassis.fair.limits import Account, Budget
 from trtmesh.chassis.forwarding import Forwarder
-from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.settings import Settings
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import generation_pb2 as pb
@@ -46,24 +44,9 @@ WRITES_PER_PASS = 128
 
 
 BUFFER_TOKENS = 65_536
-"""Most tokens that wait for a client before its request pauses."""
+"""The credit of a client: most tokens that wait for it before its request pauses."""
 BUFFER_BYTES = 64 * 2**20
 """Most waiting bytes of tokens, texts, log-probabilities and logits before that."""
-
-
-@frozen
-class Credit:
-    """Most output waiting for a client."""
-
-    tokens: int
-    bytes: int
-
-    @staticmethod
-    def of_a_client() -> Credit:
-        return Credit(BUFFER_TOKENS, BUFFER_BYTES)
-
-
-UNLIMITED = Credit(sys.maxsize, sys.maxsize)
 
 
 @dataclass(slots=True)
@@ -173,14 +156,11 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
     the next event, each for a time of its own, so that a short answer is a single message.
     """
 
-    def __init__(
-        self, opening: router_pb.GenerateEvent, writes: WriteScheduler, credit: Credit = UNLIMITED
-    ) -> None:
+    def __init__(self, opening: router_pb.GenerateEvent, writes: WriteScheduler) -> None:
         super().__init__()
         # Asking for it costs a system call, and every message needs it.
         self._loop = asyncio.get_running_loop()
         self._writes = writes
-        self._credit = credit
         self._entries: list[Waiting] = [WaitingEvent(opening, 0)]
         self._followed = False
         """Whether anything waits that is worth a message."""
@@ -324,23 +304,22 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
         self._followed = True
         # Most tokens pass here: `_count` is inlined.
         self.waiting_bytes += entry.size
-        if self.waiting_bytes > self._look_at or self.waiting_tokens > self._credit.tokens:
+        if self.waiting_bytes > self._look_at or self.waiting_tokens > BUFFER_TOKENS:
             self._look()
         if not self._planned or self._reminders is not None:
             self.wake()
 
     def _count(self, size: int) -> None:
         self.waiting_bytes += size
-        if self.waiting_bytes > self._look_at or self.waiting_tokens > self._credit.tokens:
+        if self.waiting_bytes > self._look_at or self.waiting_tokens > BUFFER_TOKENS:
             self._look()
 
     def _look(self) -> None:
         """Tells the watcher the waiting amount, and once the excess."""
-        credit, watcher = self._credit, self.watcher
-        if watcher is None:
+        if (watcher := self.watcher) is None:
             return
         self._report()
-        over = self.waiting_tokens > credit.tokens or self.waiting_bytes > credit.bytes
+        over = self.waiting_tokens > BUFFER_TOKENS or self.waiting_bytes > BUFFER_BYTES
         if over and not self.full:
             self.full = True
             watcher.on_full()
@@ -353,11 +332,10 @@ class ClientStream(Forwarder[Sequence[Waiting]]):
 
     def _next_look(self) -> int:
         growth = self.waiting_bytes + LOOK_BYTES
-        return growth if self.full else min(growth, self._credit.bytes)
+        return growth if self.full else min(growth, BUFFER_BYTES)
 
     def _tell_room(self) -> None:
-        credit = self._credit
-        if self.waiting_tokens <= credit.tokens // 2 and self.waiting_bytes <= credit.bytes // 2:
+        if self.waiting_tokens <= BUFFER_TOKENS // 2 and self.waiting_bytes <= BUFFER_BYTES // 2:
             self.full = False
             assert self.watcher is not None
             self.watcher.on_read()
