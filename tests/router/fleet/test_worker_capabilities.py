@@ -15,7 +15,7 @@ from trtmesh.router.fleet.worker_capabilities import (
     role_of,
     tokenizer_mismatch,
 )
-from trtmesh.router.placement import Capability, Place, Residency, Role
+from trtmesh.router.placement import Place, Residency, Role
 from trtmesh.router.placement.residency import NO_ADAPTERS
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as gen_pb
@@ -52,9 +52,9 @@ def test_reported_role_replaces_the_configured_one(
 
 
 def test_capabilities_are_read_from_the_description() -> None:
-    engine = pb.GetEngineResponse(resumes_exactly=True, stops_single_sequences=True)
-    assert WorkerCapabilities.of(engine).optional == frozenset(Capability)
-    assert WorkerCapabilities.of(pb.GetEngineResponse()).optional == frozenset()
+    engine = pb.GetEngineResponse(resumes_exactly=True)
+    assert WorkerCapabilities.of(engine).is_exact
+    assert not WorkerCapabilities.of(pb.GetEngineResponse()).is_exact
 
 
 def test_kv_of_a_token_is_that_of_all_pools() -> None:

@@ -13,7 +13,6 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.placement import (
     POLICIES,
     AdapterNeed,
-    Capability,
     Decision,
     KvFacts,
     PlacementQuery,
@@ -234,11 +233,10 @@ def test_pair_reuses_the_prefixes_of_both_sides() -> None:
 
 
 def test_decode_leg_prefers_exact_resumption() -> None:
-    exact = frozenset({Capability.EXACT_RESUMPTION})
     fleet = [
         prefill("a"),
-        decode("b", capabilities=frozenset()),
-        decode("c", capabilities=exact, wait_seconds=5.0),
+        decode("b", is_exact=False),
+        decode("c", wait_seconds=5.0),
     ]
     assert chosen(place_split("auto", fleet, query(), ALL)) == ("a", "c")
 

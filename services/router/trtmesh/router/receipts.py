@@ -30,7 +30,6 @@ from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.fleet.worker_capabilities import WorkerCapabilities
 from trtmesh.router.line_file import LineFile
-from trtmesh.router.placement import Capability
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest, versioned_config
 from trtmesh.v1 import receipt_pb2 as receipt_pb
@@ -90,7 +89,7 @@ class Taker:
             from_tokens=self.all_tokens,
             model_digest=model,
             settings_digest=settings,
-            exact=Capability.EXACT_RESUMPTION in able.optional,
+            exact=able.is_exact,
             by_handoff=self.by_handoff,
         )
 

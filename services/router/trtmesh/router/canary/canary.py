@@ -21,7 +21,7 @@ from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.fleet.worker_capabilities import unlike
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import AdapterNeed, Capability
+from trtmesh.router.placement import AdapterNeed
 from trtmesh.router.receipts import ItemReceipt, Receipts, encoded
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.router.values.request import ItemRequest
@@ -236,7 +236,7 @@ def _is_fit(worker: Worker, sample: SampledItem, known: Collection[str]) -> bool
         and not worker.drained
         and not worker.mismatch
         and able.kind == sample.kind
-        and Capability.EXACT_RESUMPTION in able.optional
+        and able.is_exact
         and sample.item.worker_fields <= able.supported_fields
         and has_room(command, able.max_sequence_tokens)
         and sample.item.sequences <= able.max_sequences

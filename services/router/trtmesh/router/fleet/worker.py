@@ -277,7 +277,7 @@ class Worker(Replica):
             model=self.description.model,
             problem=self.mismatch if self.ready else self._unready,
             supported_fields=able.supported_fields,
-            capabilities=able.optional,
+            is_exact=able.is_exact,
             max_sequence_tokens=able.max_sequence_tokens,
             max_sequences=able.max_sequences,
             max_beams=able.max_beams,

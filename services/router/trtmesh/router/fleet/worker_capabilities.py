@@ -13,7 +13,7 @@ from trtmesh.chassis.fingerprint import tokenizer_fits
 from trtmesh.chassis.parsing import ELEMENT_BYTES
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.links.contract import ContractBroken, check_names, check_numbers
-from trtmesh.router.placement import Capability, KvFacts, Place, Residency, Role
+from trtmesh.router.placement import KvFacts, Place, Residency, Role
 from trtmesh.router.placement.rates import Report
 from trtmesh.router.placement.residency import AdapterKey
 from trtmesh.router.values.request import with_texts
@@ -62,7 +62,8 @@ class WorkerCapabilities:
     identity: Fingerprints = Fingerprints()
     computation: Mapping[str, str] = field(default_factory=dict)
     """What tokens depend on beside model, tokenizer and request, by name."""
-    optional: frozenset[Capability] = frozenset()
+    is_exact: bool = False
+    """Whether it resumes sequences exactly."""
     supported_fields: frozenset[str] = frozenset()
     max_sequence_tokens: int = sys.maxsize
     max_sequences: int = sys.maxsize
@@ -85,7 +86,7 @@ class WorkerCapabilities:
         return cls(
             Fingerprints(engine.model_fingerprint, engine.tokenizer_fingerprint),
             {**engine.computation},
-            capabilities_of(engine),
+            engine.resumes_exactly,
             with_texts(engine.supported_fields),
             engine.max_sequence_tokens or sys.maxsize,
             max_sequences,
@@ -122,14 +123,6 @@ def cuts_short(most: int, former: int, tokens: int) -> bool:
     """Whether a worker of `most` tokens a sequence ends one of up to `tokens`, its prompt included, before a worker of
     `former` tokens does."""
     return most < min(former, tokens)
-
-
-def capabilities_of(engine: pb.GetEngineResponse) -> frozenset[Capability]:
-    own = {
-        Capability.EXACT_RESUMPTION: engine.resumes_exactly,
-        Capability.SINGLE_STOPS: engine.stops_single_sequences,
-    }
-    return frozenset(capability for capability, there in own.items() if there)
 
 
 def most_present(engine: pb.GetEngineResponse) -> int:

@@ -33,7 +33,7 @@ from trtmesh.router.hedging.lateness import (
 )
 from trtmesh.router.hedging.race import HedgedItem, HedgeRecord, Race
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import Capability, WorkerSnapshot
+from trtmesh.router.placement import WorkerSnapshot
 from trtmesh.router.streams.sequence import SequenceRun
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -377,7 +377,6 @@ def _is_silent(worker: Worker) -> bool:
 
 def _is_exact(worker: Worker) -> bool:
     """Whether equal requests have equal tokens there: to the bit, or in float32 but where two candidates nearly tie."""
-    if Capability.EXACT_RESUMPTION in worker.capabilities.optional:
-        return True
     engine = worker.description
-    return engine.backend == "torch" and engine.data_type == pb.DATA_TYPE_FP32
+    in_float32 = engine.backend == "torch" and engine.data_type == pb.DATA_TYPE_FP32
+    return worker.capabilities.is_exact or in_float32

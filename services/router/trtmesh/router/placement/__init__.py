@@ -13,7 +13,6 @@ from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.residency import AdapterNeed, Place, Residency, WorkerAdapters
 from trtmesh.router.placement.snapshot import (
     WHOLE,
-    Capability,
     KvFacts,
     Phase,
     PlacementQuery,
@@ -26,7 +25,6 @@ __all__ = [
     "WHOLE",
     "AdapterNeed",
     "Candidate",
-    "Capability",
     "Decision",
     "KvFacts",
     "Phase",

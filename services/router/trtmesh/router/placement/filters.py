@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 from trtmesh.router.placement.residency import AdapterNeed
 from trtmesh.router.placement.snapshot import (
     DECODE_PHASE,
     PREFILL_PHASE,
     WHOLE,
-    Capability,
     KvFacts,
     PlacementQuery,
     Role,
@@ -18,6 +16,7 @@ from trtmesh.router.placement.snapshot import (
 )
 
 BREAKER_OPEN = "its breaker is open"
+INEXACT = "lacks exact resumption"
 SHORTER = "it would end the item earlier than the worker that it leaves"
 MAY_RESTART = "it is older than others, and may be restarted next"
 ENOUGH_SIBLINGS = "it has enough siblings of the item"
@@ -59,7 +58,7 @@ def exclusions(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[s
     if query.adapter and not query.adapter.deliverable:
         _leave_out_without(fleet, query.adapter, excluded)
     if (
-        query.wants
+        query.wants_exact
         or query.adapter
         or query.avoid
         or query.elders
@@ -133,13 +132,6 @@ def unfit(worker: WorkerSnapshot, query: PlacementQuery) -> str:
     return ""
 
 
-@cache
-def _missing(wants: frozenset[Capability], capabilities: frozenset[Capability]) -> str:
-    """The capabilities a worker lacks, as a reason, or ''."""
-    lacking = sorted(capability.value for capability in wants - capabilities)
-    return f"lacks {', '.join(lacking)}" if lacking else ""
-
-
 def _excluded_by(worker: WorkerSnapshot, query: PlacementQuery) -> str:
     """What is wrong with a worker; BREAKER_OPEN if nothing else is, for `_pass_over` to judge."""
     if why := unfit(worker, query):
@@ -203,8 +195,8 @@ def _against(
         return 6, SHORTER
     if query.adapter and worker.adapters.is_full(query.adapter):
         return 5, SLOTS_TAKEN
-    if query.wants and (why := _missing(query.wants, worker.capabilities)):
-        return 4, why
+    if query.wants_exact and not worker.is_exact:
+        return 4, INEXACT
     if worker.address in query.avoid:
         return 3, ENOUGH_SIBLINGS
     if worker.address in query.elders:

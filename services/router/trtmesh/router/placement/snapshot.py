@@ -30,13 +30,6 @@ WHOLE = frozenset({Phase.PREFILL, Phase.DECODE})
 PREFILL_PHASE, DECODE_PHASE = frozenset({Phase.PREFILL}), frozenset({Phase.DECODE})
 
 
-class Capability(Enum):
-    EXACT_RESUMPTION = "exact resumption"
-    """Continues a sequence with the tokens that a worker of the same kind would have generated."""
-    SINGLE_STOPS = "single stops"
-    """Stops a single sequence of an item."""
-
-
 class KvFacts(NamedTuple):
     """What decides whether, and how fast, KV moves between two workers."""
 
@@ -73,7 +66,8 @@ class WorkerSnapshot(NamedTuple):
     problem: str
     """Why the worker takes no items, or ''."""
     supported_fields: frozenset[str]
-    capabilities: frozenset[Capability] = frozenset(Capability)
+    is_exact: bool = True
+    """Whether it continues a sequence with the tokens that a worker of the same kind would have generated."""
     max_sequence_tokens: int = sys.maxsize
     """Most tokens of a sequence, prompt included."""
     max_sequences: int = sys.maxsize
@@ -131,8 +125,8 @@ class PlacementQuery(NamedTuple):
     model: str
     fields: frozenset[str] = frozenset()
     phases: frozenset[Phase] = WHOLE
-    wants: frozenset[Capability] = frozenset()
-    """Capabilities preferred, but not at the price of the item."""
+    wants_exact: bool = False
+    """Whether an exact worker is preferred, but not at the price of the item."""
     prompt_tokens: int = 0
     """Tokens before the next new token, including tokens generated elsewhere."""
     sequences: int = 1

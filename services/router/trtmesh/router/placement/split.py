@@ -40,7 +40,6 @@ from trtmesh.router.placement.settings import HandoffSettings
 from trtmesh.router.placement.snapshot import (
     DECODE_PHASE,
     PREFILL_PHASE,
-    Capability,
     PlacementQuery,
     Role,
     WorkerSnapshot,
@@ -180,7 +179,7 @@ def best_pair(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuer
         exclude={**query.exclude, **query.refused_by},
         prefer="",
         avoid=frozenset(),
-        wants=query.wants | {Capability.EXACT_RESUMPTION},
+        wants_exact=True,
     )
     sides = _sides(fleet, of_prefill, of_decode)
     if isinstance(sides, str):

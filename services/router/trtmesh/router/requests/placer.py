@@ -26,7 +26,7 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.fleet.worker_capabilities import Fingerprints
 from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
 from trtmesh.router.hedging.race import SecondCopy
-from trtmesh.router.placement import WHOLE, Capability, PlacementQuery
+from trtmesh.router.placement import WHOLE, PlacementQuery
 from trtmesh.router.placement.place import DecisionRecord
 from trtmesh.router.placement.snapshot import PREFILL_PHASE
 from trtmesh.router.recorder import RecordedItem
@@ -44,10 +44,6 @@ REPEAT_SECONDS, LONGEST_REPEAT_SECONDS = 0.1, 1.6
 
 MAX_LOST_WORKERS = 4
 """Workers lost in a row with an item without a new token; then WORKER_LOST."""
-
-EXACTLY = frozenset({Capability.EXACT_RESUMPTION})
-"""Wanted of the next worker of a sequence. Without such a worker another worker continues, and rounding may change
-tokens."""
 
 Failures: TypeAlias = dict[str, TrtmeshError]
 """Latest error of each worker to leave out, by address."""
@@ -446,7 +442,8 @@ class Placer:
             model=self._context.model,
             fields=self._item.worker_fields,
             phases=PREFILL_PHASE if self._item.is_context_only else WHOLE,
-            wants=EXACTLY if generated and beams == 1 else frozenset(),
+            # Without such a worker another one continues, and rounding may change tokens.
+            wants_exact=generated > 0 and beams == 1,
             adapter=encoded.need,
             prompt_tokens=len(encoded.token_ids) + generated,
             sequences=len(waiting) or self._item.sequences,
