@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 
 class Forwarder:
@@ -22,15 +22,14 @@ class Forwarder:
         self.answered_bytes = 0
 
     async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        near, far = await asyncio.open_connection(self._host, self._port)
-        try:
+        async with AsyncExitStack() as stack:
+            stack.callback(writer.close)
+            near, far = await asyncio.open_connection(self._host, self._port)
+            stack.callback(far.close)
             await asyncio.gather(
                 self._copy(reader, far, most=self._most_bytes),
                 self._copy(near, writer, counts=True),
             )
-        finally:
-            far.close()
-            writer.close()
 
     async def _copy(
         self,

@@ -218,11 +218,9 @@ async def proxy_to(target: str, dialer_of: DialerOf = nobody) -> AsyncIterator[P
     try:
         yield proxy
     finally:
-        # asyncio leaves a connection open that is accepted while its server closes.
-        for listening in server.sockets:
-            asyncio.get_running_loop().remove_reader(listening.fileno())
-        await asyncio.sleep(0)
         server.close()
+        # What is accepted by now is told to the proxy.
+        await asyncio.sleep(0)
         await proxy.close()
         # Since Python 3.12 it waits for the connections too.
         await server.wait_closed()

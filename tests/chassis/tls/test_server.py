@@ -411,8 +411,10 @@ async def test_the_client_refuses_a_server_without_h2(paper: Paper) -> None:
     context.load_cert_chain(paper.server.certificate, paper.server.key)
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
+        try:
+            await reader.read()
+        finally:
+            writer.transport.abort()
 
     server = await asyncio.start_server(wait, "127.0.0.1", 0, ssl=context)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
