@@ -14,7 +14,6 @@ from trtmesh.chassis.grpc.client import Method
 from trtmesh.chassis.grpc.client.call import CallEnded
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.in_memory import UNREAD_MESSAGES, InMemoryConnection
-from trtmesh.chassis.rpc import answering
 
 ECHO: Method[str, str] = Method("/test.Service/Echo", str.encode, str)
 HALF: Method[int, int] = Method("/test.Service/Half", lambda _: b"", int)
@@ -127,8 +126,7 @@ async def test_sender_waits_for_its_reader() -> None:
 
 async def test_error_reaches_the_client_with_its_fields() -> None:
     async def refuse(requests: AsyncIterator[str], context: Any) -> None:
-        async with answering(context):
-            raise QueueFull("too many", retry_after_ms=700)
+        raise QueueFull("too many", retry_after_ms=700)
 
     call = connection(refuse).open(ECHO)
     try:

@@ -1,4 +1,4 @@
-"""Errors through `answering`, and health, over a real socket."""
+"""Errors of handlers, and health, over a real socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtmesh.chassis.errors import ModelNotFound, QueueFull
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.health import Health
 from trtmesh.chassis.logs import Occasionally, rebind_request_id
-from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY, answering, request_id_of
+from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY, request_id_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -26,11 +26,10 @@ Body = Callable[[Any], Awaitable[bytes]]
 
 @asynccontextmanager
 async def calling(body: Body) -> AsyncIterator[grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]]:
-    """A method whose handler runs `body` inside `answering`."""
+    """A method whose handler runs `body`."""
 
     async def handle(request: bytes, context: Any) -> bytes:
-        async with answering(context):
-            return await body(context)
+        return await body(context)
 
     server = GrpcServer(2**20)
     handlers: dict[str, Any] = {"Do": grpc.unary_unary_rpc_method_handler(handle)}

@@ -7,7 +7,6 @@ counts messages: a sender waits while UNREAD_MESSAGES are unread.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Generic, NoReturn, TypeVar
@@ -28,8 +27,7 @@ from trtmesh.chassis.grpc.client.headers import Status
 from trtmesh.chassis.grpc.server.call import Handler, function_of
 from trtmesh.chassis.grpc.server.server import GrpcServer
 from trtmesh.chassis.panics import is_failure
-
-log = logging.getLogger(__name__)
+from trtmesh.chassis.rpc import Refusal
 
 UNREAD_MESSAGES = 2
 """Unread messages of a call each way. More would only wait: senders merge their output meanwhile."""
@@ -173,8 +171,8 @@ class InMemoryCall(Call[Request, Response]):
         except BaseException as error:
             if not is_failure(error):
                 raise
-            log.exception("unexpected error in a call")
-            status = Status(grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}")
+            refusal = Refusal.of(error)
+            status = Status(refusal.status, refusal.details, tuple(refusal.metadata))
         self._end(status)
 
     def _end(self, status: Status) -> None:

@@ -1,20 +1,18 @@
-"""The frame of every RPC handler: binds the request id and turns errors into statuses."""
+"""Calls as their handlers see them, and the statuses of their errors."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from types import TracebackType
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import grpc
-from trtmesh.chassis.error_wire import to_metadata
+from trtmesh.chassis.error_wire import Metadata, to_metadata
 from trtmesh.chassis.errors import InternalError, TrtmeshError, Unavailable
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Receive
-from trtmesh.chassis.logs import Occasionally, rebind_request_id
-from trtmesh.chassis.panics import is_failure
+from trtmesh.chassis.logs import Occasionally
 
 log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
@@ -83,41 +81,31 @@ def request_id_of(context: RpcContext) -> str:
     return ""
 
 
-class answering(AbstractAsyncContextManager[None]):  # noqa: N801 - as the context managers of contextlib
-    """Wraps a handler's body, in the handler's own task. A TrtmeshError ends the call with the error's status, sentence
-    and data. Any other exception is logged with a traceback and ends the call with INTERNAL.
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a failed call ends."""
 
-    A class, because an asynchronous generator costs as much as parsing the request.
-    """
+    status: grpc.StatusCode
+    details: str
+    metadata: Metadata = ()
 
-    def __init__(
-        self,
-        context: RpcContext,
-        request_id: str = "",
-        sentence: Callable[[TrtmeshError], str] = str,
-    ) -> None:
-        self._context, self._sentence = context, sentence
-        rebind_request_id(request_id or request_id_of(context))
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(
-        self, _: object, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    @classmethod
+    def of(cls, error: BaseException, sentence: str | None = None) -> Refusal:
+        """Returns the status, sentence and data of a TrtmeshError, and logs it at a bounded rate. Any other error is a
+        defect: logged with a traceback, and INTERNAL."""
         if isinstance(error, TrtmeshError):
-            await _abort(self._context, error, self._sentence(error))
-        elif error and is_failure(error) and not isinstance(error, grpc.aio.AbortError):
-            # A defect must reach the client as a status, not as a broken connection.
-            log.error("unexpected error in a call", exc_info=error)
-            defect = InternalError(f"{type(error).__name__}: {error}")
-            await _abort(self._context, defect, defect.message)
+            sentence = str(error) if sentence is None else sentence
+            # Peers retry an unavailable service all the time.
+            level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
+            occasionally(error.reason, level, "call refused: %s: %s", error.reason, sentence)
+            return cls(error.row.status, sentence, to_metadata(error))
+        log.error("unexpected error in a call", exc_info=error)
+        defect = InternalError(f"{type(error).__name__}: {error}")
+        return cls(defect.row.status, str(defect), to_metadata(defect))
 
 
-async def _abort(context: RpcContext, error: TrtmeshError, sentence: str) -> None:
-    # Peers retry an unavailable service all the time.
-    level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
-    occasionally(error.reason, level, "call refused: %s: %s", error.reason, sentence)
-    metadata = to_metadata(error)
-    context.set_trailing_metadata(metadata)
-    await context.abort(error.row.status, sentence)
+async def refuse(context: RpcContext, error: TrtmeshError, sentence: str) -> NoReturn:
+    """Ends a call with an error in words of its own; errors that a handler raises end it in the native API's."""
+    refusal = Refusal.of(error, sentence)
+    context.set_trailing_metadata(refusal.metadata)
+    await context.abort(refusal.status, refusal.details)

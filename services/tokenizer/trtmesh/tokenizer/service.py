@@ -12,7 +12,7 @@ from trtmesh.chassis.errors import Draining, ModelUnusable, NoTokenizer, Trtmesh
 from trtmesh.chassis.process_facts import unix_ms
 from trtmesh.chassis.progress import tell_progress
 from trtmesh.chassis.revisions import SCHEMA_REVISION
-from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
+from trtmesh.chassis.rpc import RpcContext, ServedContext
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.spellings import Speller
 from trtmesh.chassis.tokenizer_loading import for_words
@@ -135,25 +135,23 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         request_iterator: AsyncIterable[pb.TokenizerServiceConnectRequest],
         context: ServedContext,
     ) -> None:
-        async with answering(context):
-            stream = RouterStream(self._ready())
-            task = asyncio.current_task()
-            assert task is not None
-            self._streams[task] = stream
-            try:
-                await stream.serve(context)
-            finally:
-                del self._streams[task]
+        stream = RouterStream(self._ready())
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[task] = stream
+        try:
+            await stream.serve(context)
+        finally:
+            del self._streams[task]
 
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: RpcContext
     ) -> pb.GetTokenizerResponse:
-        async with answering(context):
-            vocabulary = self._ready().vocabulary
-            described = _describe(vocabulary, self._settings, self._instance, self._tool_format)
-            described.process.CopyFrom(self._runtime.process)
-            described.unix_ms = unix_ms()
-            return described
+        vocabulary = self._ready().vocabulary
+        described = _describe(vocabulary, self._settings, self._instance, self._tool_format)
+        described.process.CopyFrom(self._runtime.process)
+        described.unix_ms = unix_ms()
+        return described
 
     def direct_texts(self) -> DirectTexts:
         """The texts of a router in this process, beside its stream. Call after `start`."""

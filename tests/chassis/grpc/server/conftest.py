@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest_asyncio
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.chassis.grpc.server.refusals import Refusal
+from trtmesh.chassis.rpc import Refusal
 
 MOST_BYTES = 8 * 2**20
 

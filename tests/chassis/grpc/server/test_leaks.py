@@ -8,7 +8,7 @@ import pytest
 from chassis.grpc.server.conftest import GUEST, Example
 from chassis.grpc.server.wire import Wire, wired
 from leaks import gone, without_collector
-from trtmesh.chassis.grpc.server import call
+from trtmesh.chassis import rpc
 from trtmesh.chassis.grpc.server.call import ServerCall
 from trtmesh.chassis.grpc.server.connection import ServerConnection
 from trtmesh.chassis.grpc.server.refusals import RefusedCall
@@ -26,7 +26,7 @@ from trtmesh.chassis.http2.frames import (
 @pytest.fixture(autouse=True)
 def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # pytest keeps log records, and they keep their arguments.
-    monkeypatch.setattr(call.log, "disabled", True)
+    monkeypatch.setattr(rpc.log, "disabled", True)
     with without_collector():
         yield
 

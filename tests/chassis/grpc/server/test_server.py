@@ -115,7 +115,7 @@ async def test_handler_exception_is_returned_and_logged(
     async with channel_to(example) as channel:
         metadata = ((REQUEST_ID_METADATA_KEY, "r-1"),)
         error = await refused(channel.unary_unary(SERVICE + "Fail")(b"defect", metadata=metadata))
-        assert error.code() is grpc.StatusCode.UNKNOWN
+        assert error.code() is grpc.StatusCode.INTERNAL
         assert error.details() == "ZeroDivisionError: by zero"
         assert await channel.unary_unary(SERVICE + "Echo")(b"on") == b"on"
     assert logged() == [LogLine("r-1", "unexpected error in a call")]
@@ -163,7 +163,7 @@ async def test_deadline_ends_call_and_handler(example: Example) -> None:
 async def test_invalid_trailing_metadata_ends_its_call(example: Example) -> None:
     async with channel_to(example) as channel:
         error = await refused(channel.unary_unary(SERVICE + "Misspell")(b""))
-        assert error.code() is grpc.StatusCode.UNKNOWN
+        assert error.code() is grpc.StatusCode.INTERNAL
 
 
 async def test_handler_ends_before_its_client(example: Example) -> None:

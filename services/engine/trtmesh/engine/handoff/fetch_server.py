@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from trtmesh.chassis.errors import HandoffFailed, InvalidField, InvalidRequest, Mismatch
-from trtmesh.chassis.rpc import ServedContext, answering
+from trtmesh.chassis.rpc import ServedContext
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.engine.handoff.checksums import checksum_of
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
@@ -45,20 +45,19 @@ class FetchServer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
     # A coroutine, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
     async def Fetch(self, request_iterator: object, context: ServedContext) -> None:  # type: ignore[override]
-        async with answering(context):
-            opening = await _opening(context)
-            if opening is None:
-                return
-            handoffs = self._handoffs()
-            sent = _lease_of(opening, handoffs.sent)
-            fetch = ServedFetch(handoffs.own, sent, opening)
-            sent.open_fetch(fetch)
-            try:
-                await until_first_ends(
-                    fetch.send(context), fetch.receive(context), fetch.until_aborted()
-                )
-            finally:
-                sent.fetch_ended()
+        opening = await _opening(context)
+        if opening is None:
+            return
+        handoffs = self._handoffs()
+        sent = _lease_of(opening, handoffs.sent)
+        fetch = ServedFetch(handoffs.own, sent, opening)
+        sent.open_fetch(fetch)
+        try:
+            await until_first_ends(
+                fetch.send(context), fetch.receive(context), fetch.until_aborted()
+            )
+        finally:
+            sent.fetch_ended()
 
 
 async def _opening(context: ServedContext) -> pb.OpenFetch | None:

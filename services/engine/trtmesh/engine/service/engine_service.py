@@ -24,7 +24,7 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
     WorkerLost,
 )
-from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
+from trtmesh.chassis.rpc import RpcContext, ServedContext
 from trtmesh.chassis.service import Runtime
 from trtmesh.chassis.tasks import next_tick
 from trtmesh.engine.backend import (
@@ -223,8 +223,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def GetEngine(
         self, request: epb.GetEngineRequest, context: RpcContext
     ) -> epb.GetEngineResponse:
-        async with answering(context):
-            return self._loaded().description
+        return self._loaded().description
 
     # Not a generator, unlike the stub: a cancelled generator leaves cleanup to the garbage collector.
     async def Connect(  # type: ignore[override]
@@ -234,17 +233,12 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         assert session is not None
         self._sessions.add(session)
         try:
-            async with answering(context):
-                await self._serve_counting_errors(context)
-        finally:
-            self._sessions.discard(session)
-
-    async def _serve_counting_errors(self, context: ServedContext) -> None:
-        try:
             await serve_stream(self._loaded, context)
         except TrtmeshError as error:
             self.metrics.errors[error.reason] += 1
             raise
+        finally:
+            self._sessions.discard(session)
 
     def _by_blocks(
         self, backend: HandsOverBlocks, info: BackendInfo, name: str, memory: KvMemory

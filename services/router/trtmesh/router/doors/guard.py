@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 from trtmesh.chassis.errors import Unauthenticated
-from trtmesh.chassis.grpc.server.refusals import Refusal
+from trtmesh.chassis.rpc import Refusal
 from trtmesh.router.callers.callers import Callers
 
 TRITON = "/inference.GRPCInferenceService/"

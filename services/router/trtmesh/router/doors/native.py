@@ -7,7 +7,7 @@ from functools import partial
 
 from trtmesh.chassis.forwarding import Sink
 from trtmesh.chassis.logs import rebind_request_id
-from trtmesh.chassis.rpc import RpcContext, ServedContext, answering, request_id_of
+from trtmesh.chassis.rpc import RpcContext, ServedContext, request_id_of
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import (
     GenerationCall,
@@ -50,43 +50,43 @@ class MeshService(router_pb2_grpc.MeshServiceServicer):
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Generate(self, request: pb.GenerateRequest, context: ServedContext) -> None:  # type: ignore[override]
         own_id = request_id_of(context)
-        async with answering(context, request.request_id or own_id or "-"):
-            with self._call(request.model, context) as call:
-                caller = caller_of(self._callers, context)
-                message = context.message
-                with message.admitted():
-                    valid = await message.read(partial(parse_request, request, own_id))
-                    # Its texts are in the valid request, too.
-                    del request
-                    rebind_request_id(valid.request_id)
-                    opening = self._requests.open(
-                        valid, caller.remaining_seconds, caller.identity, caller.origin
-                    )
-                    async with RunningCall(call, opening) as live:
-                        await live.client.forward(Responses(context, self._metrics))
+        rebind_request_id(request.request_id)
+        with self._call(request.model, context) as call:
+            caller = caller_of(self._callers, context)
+            message = context.message
+            with message.admitted():
+                valid = await message.read(partial(parse_request, request, own_id))
+                # Its texts are in the valid request, too.
+                del request
+                rebind_request_id(valid.request_id)
+                opening = self._requests.open(
+                    valid, caller.remaining_seconds, caller.identity, caller.origin
+                )
+                async with RunningCall(call, opening) as live:
+                    await live.client.forward(Responses(context, self._metrics))
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def Resume(self, request: pb.ResumeRequest, context: ServedContext) -> None:  # type: ignore[override]
-        async with answering(context, request.request.request_id):
-            with self._call(request.request.model, context) as call:
-                caller = caller_of(self._callers, context)
-                message = context.message
-                with message.admitted():
-                    valid, received = await message.read(partial(parse_resumption, request))
-                    del request
-                    opening = self._requests.resume(
-                        valid, received, caller.remaining_seconds, caller.identity, caller.origin
-                    )
-                    async with RunningCall(call, opening) as live:
-                        self._metrics.resumed += 1
-                        await live.client.forward(ResumeResponses(context, self._metrics))
+        rebind_request_id(request.request.request_id)
+        with self._call(request.request.model, context) as call:
+            caller = caller_of(self._callers, context)
+            message = context.message
+            with message.admitted():
+                valid, received = await message.read(partial(parse_resumption, request))
+                del request
+                opening = self._requests.resume(
+                    valid, received, caller.remaining_seconds, caller.identity, caller.origin
+                )
+                async with RunningCall(call, opening) as live:
+                    self._metrics.resumed += 1
+                    await live.client.forward(ResumeResponses(context, self._metrics))
 
     async def Stop(self, request: pb.StopRequest, context: RpcContext) -> pb.StopResponse:
-        async with answering(context, request.request_id):
-            owner = identity_of(self._callers, context, context.invocation_metadata() or ())
-            items = parse_stopped(request)
-            stopped = self._requests.stop(owner, request.request_id, items)
-            return pb.StopResponse(stopped_items=stopped)
+        rebind_request_id(request.request_id)
+        owner = identity_of(self._callers, context, context.invocation_metadata() or ())
+        items = parse_stopped(request)
+        stopped = self._requests.stop(owner, request.request_id, items)
+        return pb.StopResponse(stopped_items=stopped)
 
 
 class Responses(Sink[Sequence[Waiting]]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,11 +36,10 @@ from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, Buffer, ErrorCode,
 from trtmesh.chassis.http2.headers import HeaderBlock
 from trtmesh.chassis.http2.rates import FrameRates
 from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
-from trtmesh.chassis.logs import request_id_bound
-from trtmesh.chassis.rpc import request_id_of
+from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.chassis.panics import is_failure
+from trtmesh.chassis.rpc import Refusal, request_id_of
 from trtmesh.chassis.tls.identity import CertificateNames
-
-log = logging.getLogger(__name__)
 
 READING_SECONDS = 0.001
 """Time for the messages of a call already received; then other calls have their turn."""
@@ -473,6 +471,8 @@ class ServerCall:
         if self._ended:
             return
         self._task_runs = True
+        # Another call's task may have created this one.
+        rebind_request_id(request_id_of(self) or "-")
         try:
             await self._connection.starts.turn_if_late()
             self._reads_since = perf_counter()
@@ -484,13 +484,13 @@ class ServerCall:
             self._end(error.status, str(error))
         except asyncio.CancelledError:
             self._end(grpc.StatusCode.CANCELLED, "the handler was cancelled")
-        except Exception as error:
-            # A defect must reach the client as a status, not as a broken connection.
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             if self._code is grpc.StatusCode.OK:
-                with request_id_bound(request_id_of(self)):
-                    log.exception("unexpected error in a call")
-                self.set_code(grpc.StatusCode.UNKNOWN)
-                self.set_details(f"{type(error).__name__}: {error}")
+                refusal = Refusal.of(error)
+                self.set_trailing_metadata(refusal.metadata)
+                self._code, self._details = refusal.status, refusal.details
             self._end(self._code, self._details)
         await self._drain_last()
 

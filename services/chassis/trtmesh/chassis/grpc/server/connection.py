@@ -25,7 +25,7 @@ from trtmesh.chassis.grpc.server.headers import (
     response_headers,
     trailers,
 )
-from trtmesh.chassis.grpc.server.refusals import Refusal, RefusedCall
+from trtmesh.chassis.grpc.server.refusals import RefusedCall
 from trtmesh.chassis.http2 import rates
 from trtmesh.chassis.http2.connection import Http2Connection, initial_settings
 from trtmesh.chassis.http2.frames import (
@@ -49,6 +49,7 @@ from trtmesh.chassis.http2.headers import (
 )
 from trtmesh.chassis.http2.writer import SendStream
 from trtmesh.chassis.logs import Occasionally
+from trtmesh.chassis.rpc import Refusal
 from trtmesh.chassis.tls.identity import CertificateNames, identity_of
 
 log = logging.getLogger(__name__)

@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import grpc
-from trtmesh.chassis.error_wire import to_metadata
-from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.chassis.grpc.metadata import Metadata, metadata_block
+from trtmesh.chassis.grpc.metadata import metadata_block
 from trtmesh.chassis.grpc.server.headers import check_trailers, response_headers, trailers
 from trtmesh.chassis.http2.frames import Buffer, ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
 from trtmesh.chassis.http2.writer import FrameWriter, SendStream
-from trtmesh.chassis.logs import Occasionally
-
-log = logging.getLogger(__name__)
-occasionally = Occasionally(log)
+from trtmesh.chassis.rpc import Refusal
 
 FIRST_MESSAGE_SECONDS = 0.1
 """Longest wait of a refusal for the first message, usually sent with the headers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """How a call ends."""
-
-    status: grpc.StatusCode
-    details: str
-    metadata: Metadata = ()
-
-    @classmethod
-    def of(cls, error: TrtmeshError) -> Refusal:
-        """Returns the refusal for an error. Logs the error, at a bounded rate."""
-        occasionally(error.reason, logging.INFO, "call refused: %s: %s", error.reason, error)
-        return cls(error.row.status, str(error), tuple(to_metadata(error)))
 
 
 class RefusedCall:

@@ -21,8 +21,8 @@ from trtmesh.chassis.grpc.server.compression import Compressor
 from trtmesh.chassis.grpc.server.connection import Clients, ServerConnection
 from trtmesh.chassis.grpc.server.first_bytes import Factory, FirstBytes
 from trtmesh.chassis.grpc.server.headers import RequestHeaders
-from trtmesh.chassis.grpc.server.refusals import Refusal
 from trtmesh.chassis.http2.connection import set_user_timeout
+from trtmesh.chassis.rpc import Refusal
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.chassis.tls.listener import TlsListener, serve
 

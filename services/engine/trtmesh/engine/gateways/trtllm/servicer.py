@@ -24,7 +24,8 @@ from trtmesh.chassis.errors import (
     UnsupportedCall,
 )
 from trtmesh.chassis.json_text import load_json
-from trtmesh.chassis.rpc import ServedContext, answering
+from trtmesh.chassis.logs import rebind_request_id
+from trtmesh.chassis.rpc import ServedContext, refuse
 from trtmesh.chassis.service import Runtime
 from trtmesh.engine.backend import HeldAdapter
 from trtmesh.engine.gateways.trtllm.call import GenerateCall
@@ -89,12 +90,15 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
 
     async def Generate(self, request: tpb.GenerateRequest, context: ServedContext) -> None:
         with self._session():
-            async with answering(context, request.request_id, _sentence):
+            rebind_request_id(request.request_id)
+            try:
                 engine = self._loaded()
                 with self._call(request, engine) as call:
                     while answers := await call.next():
                         for answer in answers:
                             await _write(context, answer)
+            except TrtmeshError as error:
+                await refuse(context, error, error.sentence(contract_name))
 
     async def Abort(self, request: tpb.AbortRequest, context: ServedContext) -> tpb.AbortResponse:
         call = self._calls.get(request.request_id)
@@ -104,84 +108,79 @@ class TrtllmService(tpb_grpc.TrtllmServiceServicer):
         return tpb.AbortResponse(success=True, message="stopped")
 
     async def Embed(self, request: tpb.EmbedRequest, context: ServedContext) -> tpb.EmbedResponse:
-        async with answering(context, request.request_id):
-            raise UnsupportedCall("this worker generates and does not embed")
+        rebind_request_id(request.request_id)
+        raise UnsupportedCall("this worker generates and does not embed")
 
     async def HealthCheck(
         self, request: tpb.HealthCheckRequest, context: ServedContext
     ) -> tpb.HealthCheckResponse:
-        async with answering(context):
-            # After any answer a gateway asks for the model.
-            self._loaded()
-            problems = self._runtime.health.problems
-            text = "; ".join(f"{component}: {problem}" for component, problem in problems.items())
-            return tpb.HealthCheckResponse(status=text or "OK")
+        # After any answer a gateway asks for the model.
+        self._loaded()
+        problems = self._runtime.health.problems
+        text = "; ".join(f"{component}: {problem}" for component, problem in problems.items())
+        return tpb.HealthCheckResponse(status=text or "OK")
 
     async def GetModelInfo(
         self, request: tpb.GetModelInfoRequest, context: ServedContext
     ) -> tpb.GetModelInfoResponse:
-        async with answering(context):
-            engine = self._loaded()
-            info, sizes = engine.info, _sizes(engine.settings.model_dir)
-            longest = info.max_sequence_tokens - 1
-            return tpb.GetModelInfoResponse(
-                model_id=info.model,
-                max_input_len=min(longest, info.max_prompt_tokens or longest),
-                max_seq_len=info.max_sequence_tokens,
-                max_batch_size=info.max_batch_size,
-                vocab_size=info.vocabulary_size,
-                hidden_size=sizes.get("hidden_size", 0),
-                num_layers=sizes.get("num_hidden_layers", 0),
-                num_heads=sizes.get("num_attention_heads", 0),
-                supported_features=[
-                    word for word, field in FEATURES.items() if field in info.supported_fields
-                ],
-            )
+        engine = self._loaded()
+        info, sizes = engine.info, _sizes(engine.settings.model_dir)
+        longest = info.max_sequence_tokens - 1
+        return tpb.GetModelInfoResponse(
+            model_id=info.model,
+            max_input_len=min(longest, info.max_prompt_tokens or longest),
+            max_seq_len=info.max_sequence_tokens,
+            max_batch_size=info.max_batch_size,
+            vocab_size=info.vocabulary_size,
+            hidden_size=sizes.get("hidden_size", 0),
+            num_layers=sizes.get("num_hidden_layers", 0),
+            num_heads=sizes.get("num_attention_heads", 0),
+            supported_features=[
+                word for word, field in FEATURES.items() if field in info.supported_fields
+            ],
+        )
 
     async def GetServerInfo(
         self, request: tpb.GetServerInfoRequest, context: ServedContext
     ) -> tpb.GetServerInfoResponse:
-        async with answering(context):
-            # Sizes stay 0: backends spread a model over devices in ways of their own, and do not report how.
-            return tpb.GetServerInfoResponse(
-                version=version("trtmesh"), backend=self._loaded().info.backend
-            )
+        # Sizes stay 0: backends spread a model over devices in ways of their own, and do not report how.
+        return tpb.GetServerInfoResponse(
+            version=version("trtmesh"), backend=self._loaded().info.backend
+        )
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: ServedContext
     ) -> None:
-        async with answering(context):
-            engine = self._loaded()
-            # Packed once: calls share the archive, however slowly clients read.
-            async with self._packing:
-                if self._archive is None:
-                    self._archive = await asyncio.to_thread(
-                        tokenizer_archive, engine.settings.model_dir
-                    )
-            for chunk in chunks(self._archive):
-                await _write(context, chunk)
+        engine = self._loaded()
+        # Packed once: calls share the archive, however slowly clients read.
+        async with self._packing:
+            if self._archive is None:
+                self._archive = await asyncio.to_thread(
+                    tokenizer_archive, engine.settings.model_dir
+                )
+        for chunk in chunks(self._archive):
+            await _write(context, chunk)
 
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: ServedContext
     ) -> None:
         """`load_records_before_first_batch` changes nothing: the snapshot comes at once as the first batch."""
         with self._session():
-            async with answering(context):
-                engine = self._loaded()
-                with self._subscriber():
-                    try:
-                        subscription = KvSubscription(
-                            engine, self._numbers_from, request.start_sequence_number
-                        )
-                    except OutOfRange:
-                        await context.abort(
-                            grpc.StatusCode.OUT_OF_RANGE,
-                            f"events after {request.start_sequence_number} are not kept; start at 0",
-                        )
-                    try:
-                        await self._feed(subscription, engine, context)
-                    finally:
-                        subscription.close()
+            engine = self._loaded()
+            with self._subscriber():
+                try:
+                    subscription = KvSubscription(
+                        engine, self._numbers_from, request.start_sequence_number
+                    )
+                except OutOfRange:
+                    await context.abort(
+                        grpc.StatusCode.OUT_OF_RANGE,
+                        f"events after {request.start_sequence_number} are not kept; start at 0",
+                    )
+                try:
+                    await self._feed(subscription, engine, context)
+                finally:
+                    subscription.close()
 
     @contextmanager
     def _subscriber(self) -> Iterator[None]:
@@ -275,10 +274,6 @@ def _versions(held: Iterable[HeldAdapter]) -> Mapping[int, Sequence[str]]:
         if each.error is None:
             versions[each.adapter.id].append(each.adapter.version)
     return versions
-
-
-def _sentence(error: TrtmeshError) -> str:
-    return error.sentence(contract_name)
 
 
 async def _write(context: ServedContext, answer: Any) -> None:

@@ -14,15 +14,13 @@ from http import HTTPStatus
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
-import grpc
 import orjson
 from aiohttp import hdrs, web
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
 from trtmesh.chassis.bearer import BEARER_METADATA_KEY, AdminToken
-from trtmesh.chassis.error_wire import from_status
 from trtmesh.chassis.errors import InvalidRequest, Unauthenticated
 from trtmesh.chassis.http_server import HttpLimits, HttpServer
 from trtmesh.chassis.quoting import cut
@@ -42,6 +40,8 @@ READS = frozenset({"Explain", "ListAdapters"})
 """Methods for all viewers."""
 CHANGES = frozenset({"DrainWorker", "ResumeWorker", "MoveRequest", "SetWorkerRole", "StopRequest"})
 """Methods for admins."""
+PAGE_CALL = cast(RpcContext, None)
+"""The methods used here need no context."""
 
 SNAPSHOT_SECONDS = 1.0
 """Time between two snapshots."""
@@ -156,17 +156,16 @@ class Console:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._taken_at + SNAPSHOT_SECONDS - loop.time())
         self._taken_at = loop.time()
-        context = _call_of_page()
-        fleet = await self._service.ListWorkers(pb.ListWorkersRequest(), context)
+        fleet = await self._service.ListWorkers(pb.ListWorkersRequest(), PAGE_CALL)
         for worker in fleet.workers:
             for long in ("supported_fields", "end_ids", "kv_shapes", "kv_transports"):
                 worker.engine.ClearField(long)
         listed = pb.ListRequestsRequest(limit=self._requests_in_snapshot())
-        requests = await self._service.ListRequests(listed, context)
+        requests = await self._service.ListRequests(listed, PAGE_CALL)
         items = [len(each.items) for each in requests.requests]
         for each in requests.requests:
             del each.items[MOST_ITEMS:]
-        handoffs = await self._service.ListHandoffs(pb.ListHandoffsRequest(), context)
+        handoffs = await self._service.ListHandoffs(pb.ListHandoffsRequest(), PAGE_CALL)
         snapshot = self._facts | {
             "time": time.time(),
             "playground": bool(self._generating),
@@ -202,7 +201,7 @@ class Console:
             asked = ParseDict(body, getattr(pb, f"{method}Request")())
         except ParseError as error:
             raise InvalidRequest(f"the body is no {method}Request: {cut(str(error))}") from None
-        answer = await getattr(self._service, method)(asked, _call_of_page())
+        answer = await getattr(self._service, method)(asked, PAGE_CALL)
         return web.Response(
             body=orjson.dumps(await _as_dict(answer)),
             content_type="application/json",
@@ -226,26 +225,6 @@ class Console:
         shown = request.headers.getall(hdrs.AUTHORIZATION, ())
         if self._token and not self._token.is_in((BEARER_METADATA_KEY, each) for each in shown):
             raise Unauthenticated("the call has no admin token or a wrong one")
-
-
-class _PageCall:
-    """The context of a call over HTTP."""
-
-    _trailing: Any = ()
-
-    def invocation_metadata(self) -> Any:
-        return ()
-
-    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        self._trailing = trailing_metadata
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        raise from_status(code, details, self._trailing)
-
-
-def _call_of_page() -> RpcContext:
-    # The methods of READS and CHANGES use nothing else of a context.
-    return cast(RpcContext, _PageCall())
 
 
 async def _as_dict(message: Message) -> dict[str, Any]:

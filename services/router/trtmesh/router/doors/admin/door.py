@@ -12,7 +12,7 @@ from trtmesh.chassis.bearer import AdminToken
 from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.errors import Unauthenticated
 from trtmesh.chassis.grpc.server import GrpcServer
-from trtmesh.chassis.grpc.server.refusals import Refusal
+from trtmesh.chassis.rpc import Refusal
 from trtmesh.chassis.tls.certificates import ServerTls
 from trtmesh.router.doors.admin.console import Console
 from trtmesh.router.doors.admin.settings import AdminSettings

@@ -10,8 +10,9 @@ from itertools import islice
 
 from trtmesh.chassis.adapter_content import UPLOAD_ACCEPTED
 from trtmesh.chassis.errors import AdapterNotFound, InvalidField, NotFound
+from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.process_facts import unix_ms
-from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
+from trtmesh.chassis.rpc import RpcContext, ServedContext
 from trtmesh.chassis.service import Runtime
 from trtmesh.router.adapters.adapters import Adapters
 from trtmesh.router.adapters.registry import Entry, Registration
@@ -85,88 +86,81 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: RpcContext
     ) -> pb.ListWorkersResponse:
-        async with answering(context):
-            return pb.ListWorkersResponse(
-                workers=await describe_workers(self._fleet.workers.values()),
-                tokenizers=self._describe_tokenizers(),
-                policy=self._fleet.policy,
-                live_requests=len(self._requests.live),
-                draining=self._requests.draining,
-                hedging=describe_hedging(self._hedger),
-                process=self._runtime.process,
-                unix_ms=unix_ms(),
-                discovery_problems=[
-                    problem for each in self._discoveries for problem in each.problems.values()
-                ],
-            )
+        return pb.ListWorkersResponse(
+            workers=await describe_workers(self._fleet.workers.values()),
+            tokenizers=self._describe_tokenizers(),
+            policy=self._fleet.policy,
+            live_requests=len(self._requests.live),
+            draining=self._requests.draining,
+            hedging=describe_hedging(self._hedger),
+            process=self._runtime.process,
+            unix_ms=unix_ms(),
+            discovery_problems=[
+                problem for each in self._discoveries for problem in each.problems.values()
+            ],
+        )
 
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: RpcContext
     ) -> pb.ListRequestsResponse:
-        async with answering(context):
-            live = self._requests.live
-            named = (
-                self._requests.find_all(request.request_id) if request.request_id else live.values()
-            )
-            chosen = list(islice(named, request.limit or None))
-            return pb.ListRequestsResponse(
-                requests=await describe_requests(chosen, self._worker_name), live_requests=len(live)
-            )
+        live = self._requests.live
+        named = self._requests.find_all(request.request_id) if request.request_id else live.values()
+        chosen = list(islice(named, request.limit or None))
+        return pb.ListRequestsResponse(
+            requests=await describe_requests(chosen, self._worker_name), live_requests=len(live)
+        )
 
     async def StopRequest(
         self, request: pb.StopRequestRequest, context: RpcContext
     ) -> pb.StopRequestResponse:
-        async with answering(context, request.stop.request_id):
-            stop = request.stop
-            items = parse_stopped(stop)
-            live = self._only_live(stop.request_id, request.owner)
-            stopped = live.stop(items) if live else 0
-            return pb.StopRequestResponse(stopped_items=stopped)
+        rebind_request_id(request.stop.request_id)
+        stop = request.stop
+        items = parse_stopped(stop)
+        live = self._only_live(stop.request_id, request.owner)
+        stopped = live.stop(items) if live else 0
+        return pb.StopRequestResponse(stopped_items=stopped)
 
     async def MoveRequest(
         self, request: pb.MoveRequestRequest, context: RpcContext
     ) -> pb.MoveRequestResponse:
-        async with answering(context, request.request_id):
-            live = self._only_live(request.request_id, request.owner)
-            moved, left = await live.move() if live else (0, 0)
-            return pb.MoveRequestResponse(moved_sequences=moved, left_sequences=left)
+        rebind_request_id(request.request_id)
+        live = self._only_live(request.request_id, request.owner)
+        moved, left = await live.move() if live else (0, 0)
+        return pb.MoveRequestResponse(moved_sequences=moved, left_sequences=left)
 
     async def GetPolicy(
         self, request: pb.GetPolicyRequest, context: RpcContext
     ) -> pb.GetPolicyResponse:
-        async with answering(context):
-            return pb.GetPolicyResponse(policy=self._fleet.policy, available=sorted(POLICIES))
+        return pb.GetPolicyResponse(policy=self._fleet.policy, available=sorted(POLICIES))
 
     async def SetPolicy(
         self, request: pb.SetPolicyRequest, context: RpcContext
     ) -> pb.SetPolicyResponse:
-        async with answering(context):
-            return pb.SetPolicyResponse(previous=self._fleet.set_policy(request.policy))
+        return pb.SetPolicyResponse(previous=self._fleet.set_policy(request.policy))
 
     async def Explain(self, request: pb.ExplainRequest, context: RpcContext) -> pb.ExplainResponse:
-        async with answering(context):
-            wanted = request.request_id
-            records = self._fleet.decisions.of_request(wanted)
-            named = self._requests.find_all(wanted)
-            owner = _only_owner(
-                wanted,
-                request.owner,
-                {record.owner for record in records} | {each.owner.name for each in named},
+        wanted = request.request_id
+        records = self._fleet.decisions.of_request(wanted)
+        named = self._requests.find_all(wanted)
+        owner = _only_owner(
+            wanted,
+            request.owner,
+            {record.owner for record in records} | {each.owner.name for each in named},
+        )
+        records = [record for record in records if record.owner == owner]
+        live = next((each for each in named if each.owner.name == owner), None)
+        if not records and live is None:
+            raise NotFound(
+                f"request {wanted!r} has no recorded decision; the router keeps the last"
+                f" {self._fleet.decisions.most}"
             )
-            records = [record for record in records if record.owner == owner]
-            live = next((each for each in named if each.owner.name == owner), None)
-            if not records and live is None:
-                raise NotFound(
-                    f"request {wanted!r} has no recorded decision; the router keeps the last"
-                    f" {self._fleet.decisions.most}"
-                )
-            items = live.items if live else ()
-            return pb.ExplainResponse(
-                placements=map(describe_decision, records),
-                usages=[item.usage() for item in items],
-                usage_batch_indexes=[item.batch_index for item in items],
-                hedges=map(describe_hedge, self._hedger.of_request(wanted, owner)),
-            )
+        items = live.items if live else ()
+        return pb.ExplainResponse(
+            placements=map(describe_decision, records),
+            usages=[item.usage() for item in items],
+            usage_batch_indexes=[item.batch_index for item in items],
+            hedges=map(describe_hedge, self._hedger.of_request(wanted, owner)),
+        )
 
     def _only_live(self, request_id: str, owner: str) -> LiveRequest | None:
         """The live request of the name and owner. Raises InvalidField if there are several."""
@@ -183,152 +177,138 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
 
     # mypy-protobuf types generators only; grpc.aio also accepts a coroutine with writes.
     async def WatchWorkers(self, request: pb.WatchWorkersRequest, context: RpcContext) -> None:  # type: ignore[override]
-        async with answering(context):
-            written = None
-            while True:
-                now = pb.WatchWorkersResponse(
-                    workers=await describe_workers(self._fleet.workers.values()),
-                    tokenizers=self._describe_tokenizers(),
-                )
-                if now != written:
-                    await context.write(now)
-                    written = now
-                await asyncio.sleep(WATCH_SECONDS)
+        written = None
+        while True:
+            now = pb.WatchWorkersResponse(
+                workers=await describe_workers(self._fleet.workers.values()),
+                tokenizers=self._describe_tokenizers(),
+            )
+            if now != written:
+                await context.write(now)
+                written = now
+            await asyncio.sleep(WATCH_SECONDS)
 
     async def AddWorker(
         self, request: pb.AddWorkerRequest, context: RpcContext
     ) -> pb.AddWorkerResponse:
-        async with answering(context):
-            wait = request.wait_ms / 1000 if request.HasField("wait_ms") else ANSWER_SECONDS
-            worker = await self._members.add(request.address, wait)
-            return pb.AddWorkerResponse(worker=describe_worker(worker))
+        wait = request.wait_ms / 1000 if request.HasField("wait_ms") else ANSWER_SECONDS
+        worker = await self._members.add(request.address, wait)
+        return pb.AddWorkerResponse(worker=describe_worker(worker))
 
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: RpcContext
     ) -> pb.DrainWorkerResponse:
-        async with answering(context):
-            finish = request.finish_ms / 1000 if request.HasField("finish_ms") else None
-            if request.HasField("by_ms"):
-                if finish is not None:
-                    raise InvalidField("exclude each other", fields=("finish_ms", "by_ms"))
-                drained = await self._movement.drain_by(request.worker, request.by_ms / 1000)
-            else:
-                drained = await self._members.drain(request.worker, finish)
-            return pb.DrainWorkerResponse(
-                worker=describe_worker(drained.worker),
-                finished_sequences=drained.finished,
-                moved_sequences=drained.moved,
-                left_sequences=drained.left,
-                only_here=drained.only_here,
-            )
+        finish = request.finish_ms / 1000 if request.HasField("finish_ms") else None
+        if request.HasField("by_ms"):
+            if finish is not None:
+                raise InvalidField("exclude each other", fields=("finish_ms", "by_ms"))
+            drained = await self._movement.drain_by(request.worker, request.by_ms / 1000)
+        else:
+            drained = await self._members.drain(request.worker, finish)
+        return pb.DrainWorkerResponse(
+            worker=describe_worker(drained.worker),
+            finished_sequences=drained.finished,
+            moved_sequences=drained.moved,
+            left_sequences=drained.left,
+            only_here=drained.only_here,
+        )
 
     async def ResumeWorker(
         self, request: pb.ResumeWorkerRequest, context: RpcContext
     ) -> pb.ResumeWorkerResponse:
-        async with answering(context):
-            worker = await self._members.resume(request.worker)
-            return pb.ResumeWorkerResponse(worker=describe_worker(worker))
+        worker = await self._members.resume(request.worker)
+        return pb.ResumeWorkerResponse(worker=describe_worker(worker))
 
     async def RemoveWorker(
         self, request: pb.RemoveWorkerRequest, context: RpcContext
     ) -> pb.RemoveWorkerResponse:
-        async with answering(context):
-            moved = await self._members.remove(request.worker)
-            return pb.RemoveWorkerResponse(moved_sequences=moved)
+        moved = await self._members.remove(request.worker)
+        return pb.RemoveWorkerResponse(moved_sequences=moved)
 
     async def ListAdapters(
         self, request: pb.ListAdaptersRequest, context: RpcContext
     ) -> pb.ListAdaptersResponse:
-        async with answering(context):
-            adapters = self._adapters
-            holders = Holder.each_of(self._fleet.workers.values())
-            described = await describe_each(
-                [*adapters.entries()],
-                partial(describe_adapter, adapters=adapters, workers=holders),
-                partial(items_of_adapter, workers=len(holders)),
-            )
-            return pb.ListAdaptersResponse(
-                adapters=sorted(described, key=lambda adapter: (adapter.name, adapter.id)),
-                revision=adapters.registry.revision,
-            )
+        adapters = self._adapters
+        holders = Holder.each_of(self._fleet.workers.values())
+        described = await describe_each(
+            [*adapters.entries()],
+            partial(describe_adapter, adapters=adapters, workers=holders),
+            partial(items_of_adapter, workers=len(holders)),
+        )
+        return pb.ListAdaptersResponse(
+            adapters=sorted(described, key=lambda adapter: (adapter.name, adapter.id)),
+            revision=adapters.registry.revision,
+        )
 
     async def AddAdapter(
         self, request: pb.AddAdapterRequest, context: RpcContext
     ) -> pb.AddAdapterResponse:
-        async with answering(context):
-            asked = registration_of(request)
-            asked = self._completed(asked)
-            entry = await self._adapters.add(asked, request.source, self._fleet.try_adapter)
-            return pb.AddAdapterResponse(adapter=self._describe_adapter(entry))
+        asked = registration_of(request)
+        asked = self._completed(asked)
+        entry = await self._adapters.add(asked, request.source, self._fleet.try_adapter)
+        return pb.AddAdapterResponse(adapter=self._describe_adapter(entry))
 
     # The stubs have the synchronous context of grpc.
     async def UploadAdapter(  # type: ignore[override]
         self, requests: AsyncIterator[pb.UploadAdapterRequest], context: ServedContext
     ) -> pb.UploadAdapterResponse:
-        async with answering(context):
-            self._adapters.check_owner()
-            asked, content = await read_upload(
-                requests,
-                partial(context.send_initial_metadata, (UPLOAD_ACCEPTED,)),
-            )
-            asked = self._completed(asked)
-            entry = await self._adapters.upload(asked, content, self._fleet.try_adapter)
-            return pb.UploadAdapterResponse(adapter=self._describe_adapter(entry))
+        self._adapters.check_owner()
+        asked, content = await read_upload(
+            requests,
+            partial(context.send_initial_metadata, (UPLOAD_ACCEPTED,)),
+        )
+        asked = self._completed(asked)
+        entry = await self._adapters.upload(asked, content, self._fleet.try_adapter)
+        return pb.UploadAdapterResponse(adapter=self._describe_adapter(entry))
 
     # As WatchWorkers.
     async def FetchAdapter(self, request: pb.FetchAdapterRequest, context: RpcContext) -> None:  # type: ignore[override]
-        async with answering(context):
-            known = self._adapters.version_of(request.id, request.version)
-            if known is None:
-                raise AdapterNotFound(
-                    f"is {request.id}, of which this router has no version {request.version!r}",
-                    field="id",
-                    value=str(request.id),
-                )
-            entry, version = known
-            content = await self._adapters.load(entry.identity(version), version)
-            for part in parts_of(content):
-                await context.write(part)
+        known = self._adapters.version_of(request.id, request.version)
+        if known is None:
+            raise AdapterNotFound(
+                f"is {request.id}, of which this router has no version {request.version!r}",
+                field="id",
+                value=str(request.id),
+            )
+        entry, version = known
+        content = await self._adapters.load(entry.identity(version), version)
+        for part in parts_of(content):
+            await context.write(part)
 
     async def RemoveAdapter(
         self, request: pb.RemoveAdapterRequest, context: RpcContext
     ) -> pb.RemoveAdapterResponse:
-        async with answering(context):
-            await self._adapters.remove(request.id, request.version)
-            return pb.RemoveAdapterResponse()
+        await self._adapters.remove(request.id, request.version)
+        return pb.RemoveAdapterResponse()
 
     async def PinAdapter(
         self, request: pb.PinAdapterRequest, context: RpcContext
     ) -> pb.PinAdapterResponse:
-        async with answering(context):
-            if request.pinned:
-                for each in self._adapters.registry.of_number(request.id):
-                    check_pins(self._fleet, self._adapters, each.key, len(each.versions))
-            entry = await self._adapters.pin(request.id, pinned=request.pinned)
-            return pb.PinAdapterResponse(adapter=self._describe_adapter(entry))
+        if request.pinned:
+            for each in self._adapters.registry.of_number(request.id):
+                check_pins(self._fleet, self._adapters, each.key, len(each.versions))
+        entry = await self._adapters.pin(request.id, pinned=request.pinned)
+        return pb.PinAdapterResponse(adapter=self._describe_adapter(entry))
 
     async def SetWorkerRole(
         self, request: pb.SetWorkerRoleRequest, context: RpcContext
     ) -> pb.SetWorkerRoleResponse:
-        async with answering(context):
-            worker, moved = await self._members.set_role(request.worker, request.role)
-            return pb.SetWorkerRoleResponse(worker=describe_worker(worker), moved_sequences=moved)
+        worker, moved = await self._members.set_role(request.worker, request.role)
+        return pb.SetWorkerRoleResponse(worker=describe_worker(worker), moved_sequences=moved)
 
     async def RebalanceWorkers(
         self, request: pb.RebalanceWorkersRequest, context: RpcContext
     ) -> pb.RebalanceWorkersResponse:
-        async with answering(context):
-            moves = await self._movement.rebalance(request.room_tokens, dry_run=request.dry_run)
-            described = partial(describe_move, name_of=self._worker_name)
-            return pb.RebalanceWorkersResponse(moves=map(described, moves))
+        moves = await self._movement.rebalance(request.room_tokens, dry_run=request.dry_run)
+        described = partial(describe_move, name_of=self._worker_name)
+        return pb.RebalanceWorkersResponse(moves=map(described, moves))
 
     async def ListHandoffs(
         self, request: pb.ListHandoffsRequest, context: RpcContext
     ) -> pb.ListHandoffsResponse:
-        async with answering(context):
-            live, given = self._handoffs.live.values(), self._handoffs.given.values()
-            found = await describe_handoffs(live, given)
-            return pb.ListHandoffsResponse(handoffs=found)
+        live, given = self._handoffs.live.values(), self._handoffs.given.values()
+        found = await describe_handoffs(live, given)
+        return pb.ListHandoffsResponse(handoffs=found)
 
     def _describe_adapter(self, entry: Entry) -> pb.Adapter:
         holders = Holder.each_of(self._fleet.workers.values())

@@ -19,9 +19,9 @@ from trtmesh.chassis.errors import (
 )
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
-from trtmesh.chassis.logs import Occasionally, request_id_bound
+from trtmesh.chassis.logs import Occasionally, rebind_request_id, request_id_bound
 from trtmesh.chassis.quoting import cut
-from trtmesh.chassis.rpc import RpcContext, ServedContext, answering
+from trtmesh.chassis.rpc import RpcContext, ServedContext, refuse
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.callers.callers import Callers
 from trtmesh.router.doors.generation import Caller, ErrorWording, caller_of
@@ -95,17 +95,16 @@ class TritonDoor:
         )
 
     async def _describe(self, describe: Describe, request: Any, context: RpcContext) -> Any:
-        async with answering(context):
-            return describe(self._server, request)
+        return describe(self._server, request)
 
     async def _refuse(self, feature: str, _: Any, context: RpcContext) -> None:
-        async with answering(context):
-            raise unsupported(feature)
+        raise unsupported(feature)
 
     async def infer(self, request: Any, context: ServedContext) -> bytes:
         """One request, one response."""
         wording = ErrorWording()
-        async with answering(context, request.id, wording):
+        rebind_request_id(request.id)
+        try:
             model = self._server.find_model(request.model_name, request.model_version)
             if model.refuses_unary_calls:
                 raise UnsupportedCall(
@@ -119,14 +118,17 @@ class TritonDoor:
                     await self._server.serve(call, message, caller, response)
             assert response.outputs is not None
             return ResponseWriter(model.name, request.id).unary(response.outputs)
-        raise AssertionError("answering ends the call")
+        except TrtmeshError as error:
+            await refuse(context, error, wording(error))
 
     async def stream_infer(self, _: AsyncIterator[Any], context: ServedContext) -> None:
         """Runs any number of requests concurrently, until all are over and the client has half-closed."""
         errors_end_it = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         stream = _InferStream(self._server, self._callers, context, errors_end_it=errors_end_it)
-        async with answering(context, sentence=stream.sentence):
+        try:
             await stream.run()
+        except TrtmeshError as error:
+            await refuse(context, error, stream.sentence(error))
 
 
 class _InferStream:
