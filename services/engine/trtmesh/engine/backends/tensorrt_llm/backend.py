@@ -55,7 +55,7 @@ from trtmesh.engine.backends.tensorrt_llm.model_files import ModelFiles, read_mo
 from trtmesh.engine.backends.tensorrt_llm.sequences import LibrarySequence, LiveItem, sequences_of
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.engine.ledger import Ledger
-from trtmesh.engine.stopping import End, EndRule
+from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -188,12 +188,12 @@ class TensorRtLlmBackend:
             adapter = self._adapters.store.hold(item.config.lora, len(item.keys))
         try:
             call = self._translator.call(item, rule, adapter.files if adapter else None)
-            live = LiveItem(
-                item, rule, call, adapter, sequences_of(item), self._info.vocabulary_size
-            )
+            sequences, size = sequences_of(item), self._info.vocabulary_size
+            live = LiveItem(item, rule, call, adapter, sequences, size, self._counts)
             if item.sender_lease_id:
                 live.state_of = self._state_of
-            if not _is_complete(item, rule):
+            complete = rule.end_after(item.token_ids) if item.emitted_tokens else None
+            if not complete:
                 self._open(live)
         except BaseException:
             # Whatever was raised, no sequence will release it.
@@ -204,11 +204,10 @@ class TensorRtLlmBackend:
         self._counts.adapter_hits += len(item.keys) if adapter else 0
         for key in item.keys:
             self._ledger.add(key, live)
-        if live.result is None:
+        if complete:
             # A migrated item that had all its tokens.
             for sequence in list(live.sequences):
-                end = rule.end_after(sequence.tokens)
-                self._end(live, sequence, *(end or (pb.FINISH_REASON_LENGTH, ())))
+                self._end(live, sequence, *complete)
             return
         live.reader = self._loop.create_task(self._read(live))
 
@@ -282,7 +281,7 @@ class TensorRtLlmBackend:
         error: TrtmeshError | None = None,
     ) -> None:
         """Ends a sequence; the last sequence of an item ends the call."""
-        self._tell(live, sequence)
+        live.tell(sequence, self._ledger.output)
         live.sequences.remove(sequence)
         self._ledger.end(live.end_of(sequence, reason, stop_token_ids, error))
         if live.adapter:
@@ -311,21 +310,6 @@ class TensorRtLlmBackend:
 
     # Output.
 
-    def _tell(self, live: LiveItem, sequence: LibrarySequence) -> None:
-        before, started = sequence.told, sequence.told > len(live.item.token_ids)
-        live.tell(sequence, self._ledger.output)
-        self._counts.generated_tokens += max(0, sequence.told - before)
-        if live.started and not started and sequence is live.sequences[0]:
-            self._count_prompt(live)
-
-    def _count_prompt(self, live: LiveItem) -> None:
-        if live.counted:
-            return
-        live.counted = True
-        cached = live.cached_tokens
-        self._counts.reused_prompt_tokens += cached
-        self._counts.computed_prompt_tokens += len(live.item.token_ids) - cached
-
     def _flush_soon(self) -> None:
         """Delivers in the next turn, so that the results of an iteration make a single step."""
         if self._flush is None:
@@ -336,7 +320,7 @@ class TensorRtLlmBackend:
         changed, self._changed = self._changed, {}
         for live in changed:
             for sequence in live.sequences:
-                self._tell(live, sequence)
+                live.tell(sequence, self._ledger.output)
         store = self._adapters.store
         if store.has_news:
             self._ledger.output.adapters += store.take_news()
@@ -578,14 +562,6 @@ def _check_engine(settings: TensorRtLlmSettings, max_batch_size: int, max_beam_w
                 f"is {wanted}, but the engine was built for at most {most}",
                 setting=f"engine.tensorrt_llm.{name}",
             )
-
-
-def _is_complete(item: Submission, rule: EndRule) -> bool:
-    """Whether nothing is left to generate."""
-    tokens = item.token_ids
-    return len(tokens) >= rule.limit or (
-        item.emitted_tokens > 0 and rule.end_after(tokens) is not None
-    )
 
 
 def _root(item: Submission, call: Call) -> Root:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from hashlib import blake2b
@@ -283,7 +283,7 @@ def _plain(config: GenerationConfig) -> dict[str, Any]:
         if (value := _value(config, path)) is not None
     }
     if beams:
-        return values | dict(_beams(config))
+        return values | _beams(config)
     if sampling.greedy:
         given = [values.pop(PLAIN[path], None) for path in _DRAWS]
         return values | ({"top_k": 1} if any(each is not None for each in given) else {})
@@ -304,16 +304,16 @@ def _value(config: GenerationConfig, path: str) -> Any:
     return getattr(getattr(config, group), name)
 
 
-def _beams(config: GenerationConfig) -> Iterator[tuple[str, Any]]:
+def _beams(config: GenerationConfig) -> dict[str, Any]:
     asked = config.beam_search
-    yield "use_beam_search", True
-    if asked.length_penalty is not None:
-        yield "length_penalty", asked.length_penalty
-    if asked.diversity_rate is not None:
-        yield "beam_search_diversity_rate", asked.diversity_rate
-    if asked.early_stopping:
+    values = {
+        "use_beam_search": True,
+        "length_penalty": asked.length_penalty,
+        "beam_search_diversity_rate": asked.diversity_rate,
         # Triton's numbers, one below the enumeration's.
-        yield "early_stopping", asked.early_stopping - 1
+        "early_stopping": asked.early_stopping - 1 if asked.early_stopping else None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _counts(item: Submission, *, shares_output: bool) -> dict[str, int]:

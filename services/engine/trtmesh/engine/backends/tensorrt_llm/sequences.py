@@ -29,6 +29,7 @@ from trtmesh.engine.backends.tensorrt_llm.details import (
     prompt_details,
     top_of,
 )
+from trtmesh.engine.backends.tensorrt_llm.load import Counts
 from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
@@ -79,6 +80,8 @@ class LiveItem:
     sequences: list[LibrarySequence]
     """The sequences without an end."""
     vocabulary_size: int
+    counts: Counts
+    """The worker's."""
     result: Any = None
     """The library's; the same object at every delivery."""
     reader: asyncio.Task[None] | None = None
@@ -86,8 +89,6 @@ class LiveItem:
     """Makes the state of an item with the prompt alone computed here. Raises HandoffFailed."""
     state: HandoffState | None = None
     started: bool = False
-    counted: bool = False
-    """Whether the prompt is part of the worker's counts."""
     cached_tokens: int = 0
     prompt: PromptDetails | None = None
     """Details of the prompt not yet output."""
@@ -160,6 +161,8 @@ class LiveItem:
         self.cached_tokens = min(
             int(getattr(self.result, "cached_tokens", 0) or 0), len(self.item.token_ids)
         )
+        self.counts.reused_prompt_tokens += self.cached_tokens
+        self.counts.computed_prompt_tokens += len(self.item.token_ids) - self.cached_tokens
         if self.computed.prompt:
             # The sequence that it was computed for may have been stopped.
             self.prompt = replace(self.computed.prompt, key=self.sequences[0].key)
@@ -319,6 +322,7 @@ class LiveItem:
         if sequence.details:
             output.details.append(sequence.details)
             sequence.details = None
+        self.counts.generated_tokens += max(0, first + len(new) - sequence.told)
         sequence.told, sequence.rewritten = first + len(new), False
 
 
