@@ -271,7 +271,6 @@ ROOMS = {
         "engines",
         "metrics",
         "statistics",
-        "parameters",
         "models",
         "calls",
         "answers",

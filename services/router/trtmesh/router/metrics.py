@@ -183,9 +183,10 @@ class RouterMetrics(Collector):
         self.caller_prompt_tokens[caller] += prompt_tokens
         self.caller_generated_tokens[caller] += generated_tokens
 
-    def note_unknown_parameter(self, name: str) -> None:
-        """Counts a request parameter without effect."""
-        self.unknown_parameters[self._parameter_names[name]] += 1
+    def note_unknown_parameter(self, name: str) -> bool:
+        """Counts a request parameter without effect, and returns whether it is the first of a name that counts."""
+        self.unknown_parameters[counted := self._parameter_names[name]] += 1
+        return counted == name and self.unknown_parameters[counted] == 1
 
     def note_http_request(self, door: str, status: int) -> None:
         """Counts a request over HTTP by its answer."""

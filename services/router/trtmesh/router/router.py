@@ -39,8 +39,8 @@ from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.native import MeshService
 from trtmesh.router.doors.openai.door import OpenAi
 from trtmesh.router.doors.openai.served import ServedModels
-from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME
-from trtmesh.router.doors.triton.triton import Triton
+from trtmesh.router.doors.triton.grpc.door import SERVICE_NAME, TritonDoor
+from trtmesh.router.doors.triton.triton import open_triton
 from trtmesh.router.fleet.bridge import Bridge
 from trtmesh.router.fleet.discovery import Discovery, check_engines, check_entries
 from trtmesh.router.fleet.fleet import Fleet
@@ -145,7 +145,7 @@ class Router:
         )
         self._movement = Movement(self._fleet, self._members)
         self._http = self._make_http() if settings.http.port is not None else None
-        self._triton = self._make_triton() if settings.triton.enabled else None
+        self._triton = self._open_triton() if settings.triton.enabled else None
         generating: Mapping[str, Handler] = {}
         if self._http is not None:
             served = ServedModels(
@@ -253,9 +253,9 @@ class Router:
             self._metrics,
         )
 
-    def _make_triton(self) -> Triton:
+    def _open_triton(self) -> TritonDoor:
         settings = self._settings
-        return Triton(
+        return open_triton(
             settings.triton,
             settings.models,
             settings.http,

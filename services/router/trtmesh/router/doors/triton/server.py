@@ -24,15 +24,15 @@ from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.generation import Caller, ErrorWording
 from trtmesh.router.doors.triton.answers import Answer
 from trtmesh.router.doors.triton.calls import read_call
+from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.generations import Generations
-from trtmesh.router.doors.triton.metrics import EngineFigures, TritonMetrics
+from trtmesh.router.doors.triton.metrics import TritonMetrics
 from trtmesh.router.doors.triton.models import (
     MODEL_VERSION,
     describe_config,
     describe_metadata,
     triton_models,
 )
-from trtmesh.router.doors.triton.parameters import Parameters
 from trtmesh.router.doors.triton.settings import TritonSettings
 from trtmesh.router.doors.triton.statistics import Statistics
 from trtmesh.router.doors.triton.templates.generation import GenerationTemplate
@@ -40,6 +40,15 @@ from trtmesh.router.doors.triton.templates.template import Call, Model
 from trtmesh.router.doors.triton.templates.texts import Texts
 from trtmesh.router.doors.triton.templates.tokenization import TokenizerTemplate
 from trtmesh.router.doors.triton.tensors import Contents
+from trtmesh.router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+OF_THE_PROTOCOL = frozenset({"triton_enable_empty_final_response"})
+"""Parameters with an effect at the door, for every model."""
+COUNTS = ("priority", "timeout")
+MOST_NAME_CHARACTERS = 64
+"""Longest quoted name."""
 
 VERBOSE = "log_verbose_level"
 SHARED_MEMORY = "shared memory; send tensors in the request"
@@ -54,8 +63,7 @@ def unsupported(feature: str) -> UnsupportedCall:
 
 
 class TritonServer:
-    """Answers both doors. `is_ready` says whether the mesh takes requests, `have_roles` whether a model has workers for
-    prefill and for decode."""
+    """Answers both doors. `is_ready` says whether the mesh takes requests."""
 
     def __init__(
         self,
@@ -63,22 +71,22 @@ class TritonServer:
         models: Sequence[str],
         generations: Generations,
         texts: Texts,
-        parameters: Parameters,
+        engines: Engines,
+        metrics: RouterMetrics,
         is_ready: Callable[[], bool],
-        have_roles: Callable[[Model], bool],
     ) -> None:
         self._models = triton_models(settings, models)
         self._configured = [*settings.models]
         self._generations = generations
         self._texts = texts
-        self._parameters = parameters
+        self._engines = engines
+        self._metrics = metrics
         self._statistics = Statistics(self._models)
-        self._have_roles = have_roles
         self.is_ready = is_ready
-
-    def metrics(self, figures_of: Callable[[Model], EngineFigures]) -> TritonMetrics:
-        """The metrics of these models; models of the settings are listed before their first request."""
-        return TritonMetrics(self._models, self._statistics, figures_of, self._configured)
+        # Models of the settings are listed before their first request.
+        self.metrics = TritonMetrics(
+            self._models, self._statistics, engines.figures, self._configured
+        )
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -90,9 +98,8 @@ class TritonServer:
 
     def _serves(self, model: Model) -> bool:
         """Whether a setting names the model, or it suits the fleet."""
-        if not model.template.needs_roles or model.name in self._configured:
-            return True
-        return self._have_roles(model)
+        is_listed = not model.template.needs_roles or model.name in self._configured
+        return is_listed or self._engines.have_roles(model)
 
     def find_model(self, name: str, version: str) -> Model:
         """The model of a name. Raises ModelNotFound in Triton's words."""
@@ -128,7 +135,7 @@ class TritonServer:
             call = await message.read(partial(read_call, served, request, raw, unary=unary))
             wording.sentence = call.sentence
             if call.parameters:
-                self._parameters.check(call)
+                check_parameters(call, self._metrics)
         except TrtmeshError as error:
             if isinstance(served.template, GenerationTemplate):
                 self._generations.refused(served, error, began)
@@ -192,17 +199,17 @@ class TritonServer:
         """A LogSettingsResponse. A `log_verbose_level` above 0 logs everything; no other setting changes at run time.
         Raises InvalidRequest or UnsupportedField."""
         _check_log_settings(asked)
-        log = logging.getLogger("trtmesh")
+        whole = logging.getLogger("trtmesh")
         if VERBOSE in asked:
-            log.setLevel(logging.DEBUG if asked[VERBOSE].uint32_param else logging.NOTSET)
+            whole.setLevel(logging.DEBUG if asked[VERBOSE].uint32_param else logging.NOTSET)
         response = kserve.LogSettingsResponse()
         for name, level in (
             ("log_info", logging.INFO),
             ("log_warning", logging.WARNING),
             ("log_error", logging.ERROR),
         ):
-            response.settings[name].bool_param = log.isEnabledFor(level)
-        response.settings[VERBOSE].uint32_param = int(log.isEnabledFor(logging.DEBUG))
+            response.settings[name].bool_param = whole.isEnabledFor(level)
+        response.settings[VERBOSE].uint32_param = int(whole.isEnabledFor(logging.DEBUG))
         response.settings["log_format"].string_param = "default"
         response.settings["log_file"].string_param = ""
         return response
@@ -223,6 +230,21 @@ class TritonServer:
                 await sink.write(Answer(final=True))
             else:
                 await self._generations.run(counting, message, template, caller, sink)
+
+
+def check_parameters(call: Call, metrics: RouterMetrics) -> None:
+    """Checks request parameters with an effect; counts and logs the others. Raises InvalidRequest."""
+    read = call.model.template.request_parameters
+    for name in COUNTS:
+        value = call.parameters.get(name, 0) if name in read else 0
+        if type(value) is not int or value < 0:
+            raise InvalidRequest(
+                field=f"parameter '{name}'", value=repr(value), limit="an integer, at least 0"
+            )
+    for name in call.parameters.keys() - read - OF_THE_PROTOCOL:
+        shown = name[:MOST_NAME_CHARACTERS]
+        if metrics.note_unknown_parameter(shown):
+            log.warning("request parameter %r has no effect in model '%s'", shown, call.model.name)
 
 
 def _check_log_settings(asked: Mapping[str, Any]) -> None:

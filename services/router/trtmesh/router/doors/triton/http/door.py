@@ -20,9 +20,9 @@ from trtmesh.router.doors.triton.http.platforms import (
     SAGEMAKER_MODEL,
     Environment,
     Handler,
-    SageMaker,
-    VertexAi,
     VertexAiSettings,
+    add_sagemaker,
+    add_vertex_ai,
 )
 from trtmesh.router.doors.triton.server import (
     MODEL_CONTROL,
@@ -55,37 +55,34 @@ class HttpSettings(PortSettings):
 
 
 class HttpDoor:
-    """Serves the Triton models."""
+    """Serves the Triton models at a port."""
 
     def __init__(
-        self, server: TritonServer, settings: HttpSettings, environment: Environment
+        self,
+        server: TritonServer,
+        settings: HttpSettings,
+        environment: Environment,
+        port: HttpPort,
     ) -> None:
-        """`environment` has the variables of the platform that runs the process, if any."""
+        """`environment` has the variables of the platform that runs the process, if any. Raises SettingsError."""
         self._server = server
-        self._settings = settings
-        self._environment = environment
-
-    def register(self, port: HttpPort) -> None:
-        """Adds all paths. Raises SettingsError."""
         self._bodies, app = port.bodies, port.app
         port.served["/v2"] = "Triton's models, by the KServe protocol and generate"
-        inference = Inference(self._server, port.bodies)
+        inference = Inference(server, port.bodies)
         port.open_handlers.update((self._live, self._ready, self._model_ready))
         get, post = app.router.add_get, app.router.add_post
-        given = self._environment
-        if given.get(SAGEMAKER_MODEL):
-            sagemaker = SageMaker(given, self._server, inference)
-            sagemaker.add_routes(app, self._ready, self._live)
-        if given.get(PREDICT_ROUTE) or given.get(HEALTH_ROUTE):
-            vertex_ai = VertexAi(given, self._settings.vertex_ai, self._server, inference)
-            vertex_ai.add_routes(app, self._ready)
+        if environment.get(SAGEMAKER_MODEL):
+            add_sagemaker(app, environment, server, inference, self._ready, self._live)
+        if environment.get(PREDICT_ROUTE) or environment.get(HEALTH_ROUTE):
+            model = settings.vertex_ai.model
+            add_vertex_ai(app, environment, model, server, inference, self._ready)
             # The platform's routes are below the /v1 of another door.
             for name in (PREDICT_ROUTE, HEALTH_ROUTE):
-                port.error_forms[given.get(name, "")] = PlainForm()
+                port.error_forms[environment[name]] = PlainForm()
         get("/v2/health/live", self._live)
         get("/v2/health/ready", self._ready)
         get("/v2", self._metadata)
-        get("/v2/models/stats", self._statistics)
+        get("/v2/models/stats", _described(server.statistics))
         get("/v2/logging", self._log_settings)
         post("/v2/logging", self._log_settings)
         post("/v2/repository/index", self._repository_index)
@@ -93,10 +90,10 @@ class HttpDoor:
             get(path, self._trace_settings)
             post(path, self._trace_settings)
         for model in (MODEL, MODEL + VERSION):
-            get(model, self._model_metadata)
+            get(model, _described(server.describe_model))
             get(model + "/ready", self._model_ready)
-            get(model + "/config", self._model_configuration)
-            get(model + "/stats", self._statistics)
+            get(model + "/config", _described(server.configuration))
+            get(model + "/stats", _described(server.statistics))
             post(model + "/infer", self._of_path(inference.infer))
             post(model + "/generate", self._of_path(inference.generate))
             post(model + "/generate_stream", self._of_path(inference.generate_stream))
@@ -120,15 +117,6 @@ class HttpDoor:
 
     async def _metadata(self, request: web.Request) -> web.Response:
         return json_response(as_json(self._server.describe(EXTENSIONS)))
-
-    async def _model_metadata(self, request: web.Request) -> web.Response:
-        return json_response(as_json(self._server.describe_model(*model_of(request))))
-
-    async def _model_configuration(self, request: web.Request) -> web.Response:
-        return json_response(as_json(self._server.configuration(*model_of(request))))
-
-    async def _statistics(self, request: web.Request) -> web.Response:
-        return json_response(as_json(self._server.statistics(*model_of(request))))
 
     async def _repository_index(self, request: web.Request) -> web.Response:
         asked = await self._bodies.json_of(request)
@@ -163,6 +151,15 @@ def model_of(request: web.Request) -> tuple[str, str]:
 def _yes_or_no(yes: bool) -> web.Response:  # noqa: FBT001 - its only subject
     """Triton's health answer: a status without a body."""
     return web.Response(status=HTTPStatus.OK if yes else HTTPStatus.BAD_REQUEST)
+
+
+def _described(describe: Callable[[str, str], Any]) -> Handler:
+    """Answers with a message about the model in the path."""
+
+    async def tell(request: web.Request) -> web.StreamResponse:
+        return json_response(as_json(describe(*model_of(request))))
+
+    return tell
 
 
 def _refuse(feature: str) -> Handler:

@@ -37,76 +37,70 @@ class VertexAiSettings(Settings):
     """Triton model of predictions; empty means the only one."""
 
 
-class SageMaker:
-    """Answers SageMaker, as set by SageMaker's variables. Raises SettingsError for a variable with a wrong value."""
+def add_sagemaker(
+    app: web.Application,
+    environment: Environment,
+    server: TritonServer,
+    inference: Inference,
+    ready: Handler,
+    live: Handler,
+) -> None:
+    """Serves SageMaker's paths, as set by its variables. Raises SettingsError for a variable with a wrong value."""
+    model = _served(server, f"environment variable {SAGEMAKER_MODEL}", environment[SAGEMAKER_MODEL])
+    endpoint = _word(
+        environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", "infer", "generate", "generate_stream"
+    )
+    ping = _word(environment, "SAGEMAKER_TRITON_PING_MODE", "ready", "live")
 
-    def __init__(
-        self, environment: Environment, server: TritonServer, inference: Inference
-    ) -> None:
-        self._inference = inference
-        self._model = _served(
-            server, f"environment variable {SAGEMAKER_MODEL}", environment[SAGEMAKER_MODEL]
-        )
-        self._endpoint = _word(
-            environment, "SAGEMAKER_TRITON_INFERENCE_TYPE", "infer", "generate", "generate_stream"
-        )
-        self._ping = _word(environment, "SAGEMAKER_TRITON_PING_MODE", "ready", "live")
+    async def invoke(request: web.Request) -> web.StreamResponse:
+        return await inference.serve(endpoint, request, model, SAGEMAKER_BINARY)
 
-    def add_routes(self, app: web.Application, ready: Handler, live: Handler) -> None:
-        app.router.add_get("/ping", ready if self._ping == "ready" else live)
-        app.router.add_post("/invocations", self._invoke)
-        app.router.add_route("*", "/models{rest:.*}", self._control_models)
-
-    async def _invoke(self, request: web.Request) -> web.StreamResponse:
-        return await self._inference.serve(self._endpoint, request, self._model, SAGEMAKER_BINARY)
-
-    async def _control_models(self, request: web.Request) -> web.StreamResponse:
+    async def control_models(_: web.Request) -> web.StreamResponse:
         raise unsupported(MODEL_CONTROL)
 
+    app.router.add_get("/ping", ready if ping == "ready" else live)
+    app.router.add_post("/invocations", invoke)
+    app.router.add_route("*", "/models{rest:.*}", control_models)
 
-class VertexAi:
-    """Answers Vertex AI, as set by Vertex AI's variables. Raises SettingsError for a wrong value or an unknown
-    model."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        settings: VertexAiSettings,
-        server: TritonServer,
-        inference: Inference,
-    ) -> None:
-        self._routes = [environment.get(name, "") for name in (HEALTH_ROUTE, PREDICT_ROUTE)]
-        if not all(map(ROUTE.fullmatch, self._routes)):
-            raise SettingsError(
-                f"environment variables {HEALTH_ROUTE} and {PREDICT_ROUTE} are {self._routes} but must both be paths"
-            )
-        self._server = server
-        self._inference = inference
-        only = server.model_names[0] if len(server.model_names) == 1 else ""
-        self._model = _served(server, "router.http.vertex_ai.model", settings.model or only)
+def add_vertex_ai(
+    app: web.Application,
+    environment: Environment,
+    model: str,
+    server: TritonServer,
+    inference: Inference,
+    ready: Handler,
+) -> None:
+    """Serves Vertex AI's paths, as set by its variables; `model` is the setting. Raises SettingsError for a wrong value
+    or an unknown model."""
+    routes = [environment.get(name, "") for name in (HEALTH_ROUTE, PREDICT_ROUTE)]
+    if not all(map(ROUTE.fullmatch, routes)):
+        raise SettingsError(
+            f"environment variables {HEALTH_ROUTE} and {PREDICT_ROUTE} are {routes} but must both be paths"
+        )
+    only = server.model_names[0] if len(server.model_names) == 1 else ""
+    usual = _served(server, "router.http.vertex_ai.model", model or only)
 
-    def add_routes(self, app: web.Application, ready: Handler) -> None:
-        health, predict = self._routes
-        app.router.add_get(health, ready)
-        app.router.add_post(predict, self._predict)
+    async def predict(request: web.Request) -> web.StreamResponse:
+        redirect = request.headers.get(REDIRECT)
+        endpoint, asked = ("infer", usual) if redirect is None else _redirected(server, redirect)
+        return await inference.serve(endpoint, request, asked, VERTEX_BINARY)
 
-    async def _predict(self, request: web.Request) -> web.StreamResponse:
-        endpoint, model = self._endpoint(request.headers.get(REDIRECT))
-        return await self._inference.serve(endpoint, request, model, VERTEX_BINARY)
+    app.router.add_get(routes[0], ready)
+    app.router.add_post(routes[1], predict)
 
-    def _endpoint(self, redirect: str | None) -> tuple[str, Model]:
-        """The endpoint and the model of a request. Raises InvalidRequest or ModelNotFound."""
-        if redirect is None:
-            return "infer", self._model
-        named = REDIRECTION.fullmatch(redirect)
-        if named is None:
-            raise InvalidRequest(
-                field=f"header {REDIRECT}",
-                value=repr(redirect),
-                limit="v2/models/MODEL/ENDPOINT with the endpoint infer, generate or generate_stream",
-            )
-        name, version, endpoint = named.groups()
-        return endpoint, self._server.find_model(name, version or "")
+
+def _redirected(server: TritonServer, redirect: str) -> tuple[str, Model]:
+    """The endpoint and the model of a request. Raises InvalidRequest or ModelNotFound."""
+    named = REDIRECTION.fullmatch(redirect)
+    if named is None:
+        raise InvalidRequest(
+            field=f"header {REDIRECT}",
+            value=repr(redirect),
+            limit="v2/models/MODEL/ENDPOINT with the endpoint infer, generate or generate_stream",
+        )
+    name, version, endpoint = named.groups()
+    return endpoint, server.find_model(name, version or "")
 
 
 def _word(environment: Environment, name: str, *words: str) -> str:
