@@ -12,10 +12,9 @@ from trtmesh.router.fleet.fleet import Fleet
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.kv_index import PromptBlocks
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.placement import WHOLE, PlacementQuery
+from trtmesh.router.placement import PlacementQuery
 from trtmesh.router.placement.rates import Typical
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
-from trtmesh.router.placement.snapshot import DECODE_PHASE, PREFILL_PHASE
 from trtmesh.v1 import engine_pb2 as pb
 from trtmesh.v1 import generation_pb2 as gen_pb
 from trtmesh.v1 import kv_transfer_pb2 as kv_pb
@@ -65,7 +64,7 @@ def booked(worker: Worker) -> tuple[int, int, int]:
 async def test_one_leg_computes_everything() -> None:
     fleet, (worker,) = fleet_of(pb.WORKER_ROLE_MIXED)
     plan = fleet.place(QUERY, BLOCKS)
-    assert [(leg.worker, leg.phases) for leg in plan.legs] == [(worker, WHOLE)]
+    assert [leg.worker for leg in plan.legs] == [worker]
     assert booked(worker) == (1, 2, 100)
 
 
@@ -73,7 +72,6 @@ async def test_two_legs_are_booked_and_released_together() -> None:
     fleet, (prefill, decode) = fleet_of(pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
     plan = fleet.place(QUERY, BLOCKS)
     assert [leg.worker for leg in plan.legs] == [prefill, decode]
-    assert [leg.phases for leg in plan.legs] == [PREFILL_PHASE, DECODE_PHASE]
     assert len(plan.legs) == 2
     assert (plan.first.worker, plan.last.worker) == (prefill, decode)
     assert (booked(prefill), booked(decode)) == ((1, 2, 100), (1, 2, 0))
@@ -84,7 +82,7 @@ async def test_two_legs_are_booked_and_released_together() -> None:
 async def test_last_role_left_takes_whole_items() -> None:
     fleet, (prefill,) = fleet_of(pb.WORKER_ROLE_PREFILL)
     plan = fleet.place(QUERY, BLOCKS)
-    assert [(leg.worker, leg.phases) for leg in plan.legs] == [(prefill, WHOLE)]
+    assert [leg.worker for leg in plan.legs] == [prefill]
 
 
 async def test_item_that_must_not_split_stays_whole() -> None:
@@ -144,7 +142,7 @@ async def test_receiver_fits_the_sender() -> None:
     assert sender.capabilities.kv is not None
     query = QUERY._replace(exclude={sender.address: "it is left"})
     leg = fleet.place_receiver(query, BLOCKS, sender.capabilities.kv)
-    assert (leg.worker, leg.phases) == (fitting, DECODE_PHASE)
+    assert leg.worker is fitting
     assert (booked(fitting), booked(other)) == ((1, 2, 0), (0, 0, 0))
     report(fleet, fitting, total_blocks=100, quarantined_blocks=26)
     with pytest.raises(NoWorker):

@@ -23,9 +23,9 @@ from trtmesh.router.links.replica import ReplicaState
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.placement import (
     POLICIES,
-    WHOLE,
     AdapterNeed,
     KvFacts,
+    Phase,
     PlacementQuery,
     Role,
     WorkerSnapshot,
@@ -42,7 +42,7 @@ from trtmesh.router.placement.place import Decision, DecisionLog
 from trtmesh.router.placement.rates import Ewma, Rates, Typical, typical_of
 from trtmesh.router.placement.settings import HandoffSettings, PlacementSettings
 from trtmesh.router.placement.shares import AdapterShares
-from trtmesh.router.placement.snapshot import COMPLETED_AT, DECODE_PHASE, PREFILL_PHASE
+from trtmesh.router.placement.snapshot import COMPLETED_AT
 
 UNKNOWN = Typical()
 """Rates of a model before its workers have shown any."""
@@ -256,7 +256,7 @@ class Fleet:
     def place_receiver(self, query: PlacementQuery, blocks: PromptBlocks, kv: KvFacts) -> Leg:
         """Books a worker to continue a sequence from `kv` of another. Raises as `place`."""
         fleet, now = self.snapshot(), asyncio.get_running_loop().time()
-        query = self._completed(query, blocks, now)._replace(phases=DECODE_PHASE)
+        query = self._completed(query, blocks, now)._replace(phase=Phase.DECODE)
         query = query._replace(exclude=receiver_exclusions(fleet, query, kv))
         decision = place(self.policy, fleet, query)
         return self._book_decode(decision, blocks, now)
@@ -273,7 +273,7 @@ class Fleet:
         worker = self.workers[decision.chosen.address]
         uncached = query.prompt_tokens - decision.cached_tokens
         booking = worker.guard.book(uncached, query.sequences, now, query.adapter)
-        return Leg(worker, booking, WHOLE, decision)
+        return Leg(worker, booking, decision)
 
     def reported_adapter(
         self, model: str, asked: Lora, removed: Container[VersionKey] = ()
@@ -326,10 +326,9 @@ class Fleet:
         worker = self._take_turn(prefilling, blocks, now)
         booking = worker.guard.book(uncached, query.sequences, now, query.adapter)
         if prefilling is decision.chosen:
-            leg = Leg(worker, booking, WHOLE, decision)
+            leg = Leg(worker, booking, decision)
             return Plan(leg, leg)
-        prefill = Leg(worker, booking, PREFILL_PHASE, decision)
-        return Plan(prefill, self._book_decode(decision, blocks, now))
+        return Plan(Leg(worker, booking, decision), self._book_decode(decision, blocks, now))
 
     def _book_decode(self, decision: Decision, blocks: PromptBlocks, now: float) -> Leg:
         """The leg of a sequence that continues from another worker's KV."""
@@ -339,7 +338,7 @@ class Fleet:
         count = -(-(query.prompt_tokens + query.new_tokens) // size) if size else 0
         reservation = Reservation(lacking, count)
         booking = worker.guard.book(0, query.sequences, now, query.adapter, reservation)
-        return Leg(worker, booking, DECODE_PHASE, decision)
+        return Leg(worker, booking, decision)
 
     def _take_turn(self, chosen: WorkerSnapshot, blocks: PromptBlocks, now: float) -> Worker:
         """The chosen worker, which will hold the prompt's KV."""

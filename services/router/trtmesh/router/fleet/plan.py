@@ -6,17 +6,16 @@ import asyncio
 
 from trtmesh.chassis.frozen import frozen
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.placement import Decision, Phase
+from trtmesh.router.placement import Decision
 from trtmesh.router.placement.load_guard import Booking
 
 
 @frozen
 class Leg:
-    """A worker, the booking there, and the phases computed there."""
+    """A worker and the booking there."""
 
     worker: Worker
     booking: Booking
-    phases: frozenset[Phase]
     decision: Decision
 
 

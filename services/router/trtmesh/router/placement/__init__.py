@@ -12,7 +12,6 @@ from trtmesh.router.placement.place import (
 from trtmesh.router.placement.policies import POLICIES
 from trtmesh.router.placement.residency import AdapterNeed, Place, Residency, WorkerAdapters
 from trtmesh.router.placement.snapshot import (
-    WHOLE,
     KvFacts,
     Phase,
     PlacementQuery,
@@ -22,7 +21,6 @@ from trtmesh.router.placement.snapshot import (
 
 __all__ = [
     "POLICIES",
-    "WHOLE",
     "AdapterNeed",
     "Candidate",
     "Decision",

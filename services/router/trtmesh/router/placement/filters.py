@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from trtmesh.router.placement.residency import AdapterNeed
 from trtmesh.router.placement.snapshot import (
-    DECODE_PHASE,
-    PREFILL_PHASE,
-    WHOLE,
     KvFacts,
+    Phase,
     PlacementQuery,
     Role,
     WorkerSnapshot,
@@ -28,8 +26,8 @@ NO_HANDOFFS = "it hands over no KV"
 OTHER_KV = "its KV is of another kind, or has no common transport"
 QUARANTINED = "too many of its blocks wait for reads of ended handoffs"
 
-UNSUITED = {WHOLE: Role.PREFILL, PREFILL_PHASE: Role.DECODE, DECODE_PHASE: Role.PREFILL}
-"""The role that is not meant for phases."""
+UNSUITED = {Phase.WHOLE: Role.PREFILL, Phase.PREFILL: Role.DECODE, Phase.DECODE: Role.PREFILL}
+"""The role that is not meant for a phase."""
 
 OF_ROLE = {role: f"its role is {role.value}" for role in Role}
 
@@ -84,8 +82,8 @@ def legs(fleet: Sequence[WorkerSnapshot], query: PlacementQuery) -> list[int]:
 
     Only healthy workers of a suited role take legs: for all others there is the choice of a single worker.
     """
-    unsuited, model = UNSUITED[query.phases], query.model
-    receives = query.phases is DECODE_PHASE
+    unsuited, model = UNSUITED[query.phase], query.model
+    receives = query.phase is Phase.DECODE
     single = query.sequences == query.beams == 1
     # First what leaves out most workers.
     suited = [
@@ -173,7 +171,7 @@ def _leave_out_without(
 def _pass_over(fleet: Sequence[WorkerSnapshot], query: PlacementQuery, excluded: list[str]) -> None:
     """Keeps the candidates with the weakest objection; notes the objection in `excluded` for the others."""
     eligible = [index for index, why in enumerate(excluded) if why in ("", BREAKER_OPEN)]
-    unsuited = UNSUITED[query.phases] if query.has_roles else None
+    unsuited = UNSUITED[query.phase] if query.has_roles else None
     against = [_against(fleet[index], query, unsuited) for index in eligible]
     least = min(against, default=_NOTHING)[0]
     for index, (weight, why) in zip(eligible, against, strict=True):

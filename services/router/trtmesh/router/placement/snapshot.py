@@ -22,12 +22,11 @@ class Role(Enum):
 
 
 class Phase(Enum):
+    """What a worker computes of an item."""
+
+    WHOLE = "whole"
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-WHOLE = frozenset({Phase.PREFILL, Phase.DECODE})
-PREFILL_PHASE, DECODE_PHASE = frozenset({Phase.PREFILL}), frozenset({Phase.DECODE})
 
 
 class KvFacts(NamedTuple):
@@ -124,7 +123,7 @@ class PlacementQuery(NamedTuple):
 
     model: str
     fields: frozenset[str] = frozenset()
-    phases: frozenset[Phase] = WHOLE
+    phase: Phase = Phase.WHOLE
     wants_exact: bool = False
     """Whether an exact worker is preferred, but not at the price of the item."""
     prompt_tokens: int = 0

@@ -38,8 +38,7 @@ from trtmesh.router.placement.filters import legs, lift_cold
 from trtmesh.router.placement.policies import POLICIES, Policy, predicted_seconds
 from trtmesh.router.placement.settings import HandoffSettings
 from trtmesh.router.placement.snapshot import (
-    DECODE_PHASE,
-    PREFILL_PHASE,
+    Phase,
     PlacementQuery,
     Role,
     WorkerSnapshot,
@@ -172,10 +171,10 @@ def best_pair(policy: str, fleet: Sequence[WorkerSnapshot], query: PlacementQuer
 
     Policies by predicted cost compare pairs; the others choose each worker by their own rule.
     """
-    of_prefill = query._replace(phases=PREFILL_PHASE)
+    of_prefill = query._replace(phase=Phase.PREFILL)
     # Siblings share prefixes where prompts are computed; the decode phase continues tokens of another worker.
     of_decode = query._replace(
-        phases=DECODE_PHASE,
+        phase=Phase.DECODE,
         exclude={**query.exclude, **query.refused_by},
         prefer="",
         avoid=frozenset(),

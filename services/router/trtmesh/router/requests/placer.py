@@ -26,9 +26,8 @@ from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.fleet.worker_capabilities import Fingerprints
 from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
 from trtmesh.router.hedging.race import SecondCopy
-from trtmesh.router.placement import WHOLE, PlacementQuery
+from trtmesh.router.placement import Phase, PlacementQuery
 from trtmesh.router.placement.place import DecisionRecord
-from trtmesh.router.placement.snapshot import PREFILL_PHASE
 from trtmesh.router.recorder import RecordedItem
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.encoding import EncodedItem
@@ -441,7 +440,7 @@ class Placer:
         return PlacementQuery(
             model=self._context.model,
             fields=self._item.worker_fields,
-            phases=PREFILL_PHASE if self._item.is_context_only else WHOLE,
+            phase=Phase.PREFILL if self._item.is_context_only else Phase.WHOLE,
             # Without such a worker another one continues, and rounding may change tokens.
             wants_exact=generated > 0 and beams == 1,
             adapter=encoded.need,
