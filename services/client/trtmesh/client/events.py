@@ -7,7 +7,7 @@ router.proto documents the fields. Ids are tuples, finish reasons words, and fai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -154,72 +154,46 @@ def events_of(response: router_pb2.GenerateResponse | router_pb2.ResumeResponse)
             yield _READERS[kind](event.batch_index, event.sequence_index, getattr(event, kind))
 
 
-def _accepted(batch: int, sequence: int, message: router_pb2.RequestAccepted) -> Accepted:
-    return Accepted(batch, sequence, message.request_id, message.model, message.seed)
-
-
-def _item_started(batch: int, sequence: int, message: router_pb2.ItemStarted) -> ItemStarted:
-    return ItemStarted(
-        batch,
-        sequence,
-        message.seed,
-        message.prompt_tokens,
-        message.worker,
-        tuple(message.prompt_token_ids),
-    )
-
-
 def _tokens(batch: int, sequence: int, message: router_pb2.TokensGenerated) -> Tokens:
     details = message.details if message.HasField("details") else None
     ids = tuple(message.token_ids)
     return Tokens(batch, sequence, message.token_offset, ids, message.text, details)
 
 
-def _sequence_started(
-    batch: int, sequence: int, message: router_pb2.SequenceStarted
-) -> SequenceStarted:
-    return SequenceStarted(batch, sequence, message.perf_metrics)
-
-
-def _sequence_finished(
-    batch: int, sequence: int, message: router_pb2.SequenceFinished
-) -> SequenceFinished:
-    has = message.HasField
-    return SequenceFinished(
-        batch,
-        sequence,
-        _REASONS.get(message.reason, FinishReason.UNKNOWN),
-        message.generated_tokens,
-        message.stop_text if has("stop_text") else None,
-        tuple(message.stop_token_ids),
-        message.cumulative_log_prob if has("cumulative_log_prob") else None,
-        message.handoff_state if has("handoff_state") else None,
-        message.perf_metrics if has("perf_metrics") else None,
-    )
-
-
-def _item_finished(batch: int, sequence: int, message: router_pb2.ItemFinished) -> ItemFinished:
-    reason = _REASONS.get(message.reason, FinishReason.UNKNOWN)
-    perf_metrics = message.perf_metrics if message.HasField("perf_metrics") else None
-    receipt = message.receipt if message.HasField("receipt") else None
-    return ItemFinished(batch, sequence, reason, _usage(message.usage), perf_metrics, receipt)
-
-
-def _item_failed(batch: int, sequence: int, message: router_pb2.ItemFailed) -> ItemFailed:
-    return ItemFailed(batch, sequence, from_proto(message.error), _usage(message.usage))
-
-
 def _usage(message: pb.Usage) -> Usage:
     return Usage(message.prompt_tokens, message.cached_prompt_tokens, message.generated_tokens)
 
 
+def _like(kind: type[Any]) -> Callable[[int, int, Any], Event]:
+    """Reads a message with the fields of an event; unset optional ones are None."""
+    names = [field.name for field in fields(kind) if field.name not in _INDEXES]
+
+    def value(message: Any, name: str) -> Any:
+        given, field = getattr(message, name), message.DESCRIPTOR.fields_by_name[name]
+        if read := _VALUES.get(name):
+            return read(given)
+        if field.is_repeated:
+            return tuple(given)
+        return given if not field.has_presence or message.HasField(name) else None
+
+    return lambda batch, sequence, message: kind(
+        batch, sequence, *(value(message, name) for name in names)
+    )
+
+
+_INDEXES = ("batch_index", "sequence_index")
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    "reason": lambda number: _REASONS.get(number, FinishReason.UNKNOWN),
+    "usage": _usage,
+    "error": from_proto,
+}
 _READERS: dict[str, Callable[[int, int, Any], Event]] = {
-    "accepted": _accepted,
-    "item_started": _item_started,
+    "accepted": _like(Accepted),
+    "item_started": _like(ItemStarted),
     "prompt_details": PromptDetails,
-    "sequence_started": _sequence_started,
+    "sequence_started": _like(SequenceStarted),
     "tokens": _tokens,
-    "sequence_finished": _sequence_finished,
-    "item_finished": _item_finished,
-    "item_failed": _item_failed,
+    "sequence_finished": _like(SequenceFinished),
+    "item_finished": _like(ItemFinished),
+    "item_failed": _like(ItemFailed),
 }
