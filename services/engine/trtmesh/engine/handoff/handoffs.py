@@ -187,15 +187,12 @@ class HandoffsByBlocks(Handoffs[OwnKv, SentBlocks, ReceivedBlocks]):
         if received:
             received.submitted(item.keys)
             return received
-        return self._send(asked) if item.sender_lease_id else None
+        return SentBlocks(self.own, self.sent, asked) if item.sender_lease_id else None
 
     def hand_over(self, key: int, asked: SenderRequest) -> SentLease:
         """Starts the handoff of a running sequence. Raises TrtmeshError."""
         self.sent.claim(asked.lease_id, asked.owner, "submit.sender_lease_id")
         self.own.backend.hand_over(key, asked.lease_id)
-        return self._send(asked)
-
-    def _send(self, asked: SenderRequest) -> SentBlocks:
         return SentBlocks(self.own, self.sent, asked)
 
     def _renewed(self, owner: LeaseOwner, lease_id: str, seconds: float) -> bool:
@@ -231,14 +228,22 @@ class HandoffsByBlocks(Handoffs[OwnKv, SentBlocks, ReceivedBlocks]):
             self._fail(news.lease_id)
 
     def _take(self, news: HandoffNews) -> None:
+        sent = self.sent.get(news.lease_id)
         match news:
             case Reserved():
                 self._on_reserved(news)
-            case Offered() | PartFinal() | HandedOver():
-                self._on_sent(news)
             case Awaiting(lease_id):
                 if received := self.received.get(lease_id):
                     received.awaiting(news)
+            case Offered() if sent:
+                sent.offered(news)
+            case PartFinal() if sent:
+                sent.part_final(news)
+            case HandedOver() if sent:
+                sent.handed_over(news)
+            case HandedOver():
+                # The lease ended during the step.
+                self.own.backend.drop(news.lease_id)
 
     def _fail(self, lease_id: str) -> None:
         if lease := self.sent.get(lease_id) or self.received.get(lease_id):
@@ -268,19 +273,6 @@ class HandoffsByBlocks(Handoffs[OwnKv, SentBlocks, ReceivedBlocks]):
         waiting = self._reservations.pop(lease_id)
         self.received.expect_less(waiting.owner)
         return waiting
-
-    def _on_sent(self, news: Offered | PartFinal | HandedOver) -> None:
-        sent = self.sent.get(news.lease_id)
-        match news:
-            case Offered() if sent:
-                sent.offered(news)
-            case PartFinal() if sent:
-                sent.part_final(news)
-            case HandedOver() if sent:
-                sent.handed_over(news)
-            case HandedOver():
-                # The lease ended during the step.
-                self.own.backend.drop(news.lease_id)
 
     # Life of the worker.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from hashlib import blake2b
 
 from trtmesh.chassis.vocabulary import Adapter
@@ -14,21 +13,11 @@ PROTOCOL_VERSION = 1
 DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class KvKind:
-    """Properties of KV that must be equal. Block sizes and shards may differ, since plans bridge the difference."""
-
-    model_fingerprint: str
-    tokenizer_fingerprint: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-
-    def hash(self, adapter: Adapter | None = None) -> bytes:
-        """The compatibility hash, for an item with `adapter`."""
-        of_adapter = None if adapter is None else (adapter.id, adapter.version)
-        fields = repr((PROTOCOL_VERSION, *astuple(self), of_adapter))
-        return blake2b(fields.encode(), digest_size=DIGEST_BYTES).digest()
+def compatibility_hash(kind: Sequence[object], adapter: Adapter | None = None) -> bytes:
+    """The hash of `kind`, the properties of KV that must be equal, for an item with `adapter`."""
+    of_adapter = None if adapter is None else (adapter.id, adapter.version)
+    fields = repr((PROTOCOL_VERSION, *kind, of_adapter))
+    return blake2b(fields.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def content_of(root_hash: int, token_ids: Sequence[int]) -> Content:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import astuple, dataclass, field
-from hashlib import blake2b
 
 from trtmesh.chassis.errors import HandoffFailed, InvalidField
 from trtmesh.chassis.tls.client import TlsOfPeers, plain_text
 from trtmesh.chassis.vocabulary import Adapter
-from trtmesh.engine.backend import MAX_STATE_BYTES, HandsOverBlocks, HandsOverStates, StateKind
+from trtmesh.engine.backend import (
+    MAX_STATE_BYTES,
+    BackendInfo,
+    HandsOverBlocks,
+    HandsOverStates,
+    StateKind,
+)
 from trtmesh.engine.handoff.copying import Copying
-from trtmesh.engine.handoff.identity import DIGEST_BYTES, PROTOCOL_VERSION, KvKind
+from trtmesh.engine.handoff.identity import PROTOCOL_VERSION, compatibility_hash
 from trtmesh.engine.handoff.messages import MessageMemory
 from trtmesh.engine.handoff.settings import HANDOFF_LIMITS, HandoffLimits, HandoffSettings
 from trtmesh.engine.handoff.transports.choice import Transports
@@ -28,7 +33,8 @@ class OwnKv:
     settings: HandoffSettings
     backend: HandsOverBlocks
     memory: KvMemory
-    kind: KvKind
+    kind: Sequence[object]
+    """Properties that must be equal. Block sizes and shards may differ, since plans bridge the difference."""
     total_blocks: int
     layers_per_part: int
     transports: Transports
@@ -50,18 +56,15 @@ class OwnKv:
 
     def hash(self, adapter: Adapter | None) -> bytes:
         """The compatibility hash of an item."""
-        return self.kind.hash(adapter)
+        return compatibility_hash(self.kind, adapter)
 
 
-def kind_of(memory: KvMemory, model_fingerprint: str, tokenizer_fingerprint: str) -> KvKind:
+def kind_of(memory: KvMemory, info: BackendInfo) -> Sequence[object]:
     shards = memory.shards
-    return KvKind(
-        model_fingerprint=model_fingerprint,
-        tokenizer_fingerprint=tokenizer_fingerprint,
-        layers=len({layer for shard in shards for layer in shard.layers}),
-        kv_heads=len({head for shard in shards for head in shard.kv_heads}),
-        head_dim=shards[0].head_dim,
-    )
+    layers = {layer for shard in shards for layer in shard.layers}
+    heads = {head for shard in shards for head in shard.kv_heads}
+    sizes = len(layers), len(heads), shards[0].head_dim
+    return info.model_fingerprint, info.tokenizer_fingerprint, *sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,6 @@ class OwnStates:
     """A worker with handoffs by states of the backend."""
 
     worker: str
-    settings: HandoffSettings
     backend: HandsOverStates
     kind: StateKind
     model_fingerprint: str
@@ -84,10 +86,8 @@ class OwnStates:
 
     def hash(self, adapter: Adapter | None) -> bytes:
         """The compatibility hash of an item."""
-        of_adapter = None if adapter is None else (adapter.id, adapter.version)
         of_model = self.model_fingerprint, self.tokenizer_fingerprint
-        fields = repr((PROTOCOL_VERSION, *astuple(self.kind), *of_model, of_adapter))
-        return blake2b(fields.encode(), digest_size=DIGEST_BYTES).digest()
+        return compatibility_hash((*astuple(self.kind), *of_model), adapter)
 
     def state_of(self, descriptor: pb.HandoffDescriptor, adapter: Adapter | None) -> bytes:
         """The state in a descriptor. Raises HandoffFailed for another kind of state, or InvalidField."""

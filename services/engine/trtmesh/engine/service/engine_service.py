@@ -250,7 +250,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             settings=settings.handoff,
             backend=backend,
             memory=memory,
-            kind=kind_of(memory, info.model_fingerprint, info.tokenizer_fingerprint),
+            kind=kind_of(memory, info),
             total_blocks=info.total_blocks,
             layers_per_part=info.layers_per_part,
             transports=open_transports(settings.handoff, memory, KNOWN),
@@ -270,7 +270,6 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     ) -> HandoffsByState:
         own = OwnStates(
             worker=name,
-            settings=self._settings.handoff,
             backend=backend,
             kind=kind,
             model_fingerprint=info.model_fingerprint,

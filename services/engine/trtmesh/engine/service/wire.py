@@ -56,10 +56,8 @@ def describe(
         **same,
         **asdict(info.capabilities),
     )
-    if isinstance(own, OwnKv):
-        _describe_kv(engine, own)
-    elif own is not None:
-        _describe_states(engine, own)
+    if own is not None:
+        _describe_handoffs(engine, own)
     return engine
 
 
@@ -72,19 +70,16 @@ def _computation(info: BackendInfo, settings: EngineSettings) -> Mapping[str, st
     return {"backend": info.backend, "data_type": data_type, **told}
 
 
-def _describe_kv(engine: epb.GetEngineResponse, own: OwnKv) -> None:
-    engine.kv_shapes.extend(map(shape_of, own.memory.shards))
+def _describe_handoffs(engine: epb.GetEngineResponse, own: OwnKv | OwnStates) -> None:
     engine.kv_compatibility_hash = own.hash(None)
-    engine.kv_transports.extend(own.transports)
     engine.max_lease_ms = int(own.limits.max_lease_seconds * 1000)
-    engine.max_quarantined_blocks = own.max_quarantined_blocks
-
-
-def _describe_states(engine: epb.GetEngineResponse, own: OwnStates) -> None:
-    engine.handoff_kind = own.kind.kind
-    engine.kv_compatibility_hash = own.hash(None)
-    engine.kv_transports.append(transfer.KV_TRANSPORT_BACKEND)
-    engine.max_lease_ms = int(own.limits.max_lease_seconds * 1000)
+    if isinstance(own, OwnKv):
+        engine.kv_shapes.extend(map(shape_of, own.memory.shards))
+        engine.kv_transports.extend(own.transports)
+        engine.max_quarantined_blocks = own.max_quarantined_blocks
+    else:
+        engine.handoff_kind = own.kind.kind
+        engine.kv_transports.append(transfer.KV_TRANSPORT_BACKEND)
 
 
 def load_message(stats: BackendStats, *, draining: bool) -> epb.Load:
