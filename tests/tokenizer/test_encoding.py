@@ -23,6 +23,7 @@ from trtmesh.tokenizer.detokenizers.windowed import WholeDetokenizer
 from trtmesh.tokenizer.encoding import (
     HUGE_TO_LONG,
     ON_THE_SPOT_BYTES,
+    BatchEncoder,
     EncodedTexts,
     Encoder,
     EncodeRequest,
@@ -74,14 +75,13 @@ async def encoder_over(
     tokenizer: Any, threads: int = 1, max_text_bytes: int = 4 * 2**20, **limits: int
 ) -> AsyncIterator[Encoder]:
     sizes = {"threads": threads, "long_text_bytes": LIMIT, "max_batch_bytes": LIMIT} | limits
-    encoder = Encoder(
+    batches = BatchEncoder(
         cast("Tokenizer", tokenizer),
         Speller(tokenizer),
         StopVocabularies(WholeDetokenizer(cast("Tokenizer", tokenizer)), NO_SPECIAL_TOKENS),
         max_text_bytes,
-        TokenizerMetrics(),
-        LaneLimits(**sizes),
     )
+    encoder = Encoder(batches, TokenizerMetrics(), LaneLimits(**sizes))
     try:
         yield encoder
     finally:

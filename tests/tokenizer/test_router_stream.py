@@ -29,11 +29,9 @@ from tokenizers import Tokenizer, decoders
 from trtmesh.chassis.forwarding import Receive
 from trtmesh.chassis.revisions import SCHEMA_REVISION
 from trtmesh.chassis.rpc import ServedContext
-from trtmesh.chassis.spellings import Speller
 from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.decoding.states import DecodeSequence
-from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
-from trtmesh.tokenizer.encoding import EncodeRequest, Outcome, encode_batch
+from trtmesh.tokenizer.encoding import BatchEncoder, EncodeRequest, Outcome
 from trtmesh.tokenizer.router_stream import RouterStream, StreamLimits
 from trtmesh.v1 import tokenizer_pb2 as pb
 from trtmesh.v1.chat_pb2 import Chat
@@ -115,19 +113,14 @@ MEGABYTE = (CORPUS[0] * 20_000)[: 2**20]
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A megabyte is encoded as soon as this is set, so none is done before the test wants it, however fast."""
-    opened = threading.Event()
+    opened, encode = threading.Event(), BatchEncoder.encode
 
-    def encode_gated(
-        tokenizer: Tokenizer,
-        speller: Speller,
-        stops: StopVocabularies,
-        requests: Sequence[EncodeRequest],
-    ) -> list[Outcome]:
+    def encode_gated(batches: BatchEncoder, requests: Sequence[EncodeRequest]) -> list[Outcome]:
         if any(request.size_bytes >= len(MEGABYTE) for request in requests):
             assert opened.wait(60)
-        return encode_batch(tokenizer, speller, stops, requests)
+        return encode(batches, requests)
 
-    monkeypatch.setattr("trtmesh.tokenizer.encoding.encode_batch", encode_gated)
+    monkeypatch.setattr(BatchEncoder, "encode", encode_gated)
     yield opened
     opened.set()
 

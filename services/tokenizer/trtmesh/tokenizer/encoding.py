@@ -134,19 +134,14 @@ class Encoder:
     """A lane for each size class: a short text never waits for a long one."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        speller: Speller,
-        stop_vocabularies: StopVocabularies,
-        max_text_bytes: int,
-        metrics: TokenizerMetrics,
-        limits: LaneLimits = LaneLimits(),
+        self, batches: BatchEncoder, metrics: TokenizerMetrics, limits: LaneLimits = LaneLimits()
     ) -> None:
-        self._max_text_bytes = max_text_bytes
+        self._batches = batches
         self.long_text_bytes = limits.long_text_bytes
         """Size of requests to leave unread."""
-        self._encode = partial(encode_batch, tokenizer, speller, stop_vocabularies)
-        self._most_on_the_spot = min(ON_THE_SPOT_BYTES, max_text_bytes, limits.long_text_bytes - 1)
+        self._most_on_the_spot = min(
+            ON_THE_SPOT_BYTES, batches.most_bytes, limits.long_text_bytes - 1
+        )
         self._comes_first = True
         """Whether the next text is the first in this pass."""
         few = limits.max_queued_long
@@ -155,14 +150,7 @@ class Encoder:
             (limits.long_text_bytes, "long", 1, few),
             (limits.long_text_bytes * HUGE_TO_LONG, "huge", 1, few),
         )
-        self._lanes = [
-            _Lane(
-                _LaneSize(*lane, limits.max_batch_bytes),
-                partial(_read_and_encode, self._encode, max_text_bytes),
-                metrics,
-            )
-            for lane in lanes
-        ]
+        self._lanes = [_Lane(*lane, limits.max_batch_bytes, batches, metrics) for lane in lanes]
 
     def at_once(self, request: EncodeRequest) -> Outcome | None:
         """Encodes the first text of a pass on the spot, if it is short and none waits; None for `submit`."""
@@ -177,7 +165,7 @@ class Encoder:
             return None
         self._comes_first = False
         asyncio.get_running_loop().call_soon(self._next_pass)
-        return self._encode([request])[0]
+        return self._batches.encode([request])[0]
 
     def _next_pass(self) -> None:
         self._comes_first = True
@@ -188,7 +176,7 @@ class Encoder:
         Raises InvalidField for an oversized text that was read, QueueFull, and Draining after `close`.
         """
         if isinstance(request, EncodeRequest):
-            _check_size(request, self._max_text_bytes)
+            self._batches.check_size(request)
         lane = next(lane for lane in reversed(self._lanes) if request.size_bytes >= lane.smallest)
         return lane.submit(request)
 
@@ -205,36 +193,27 @@ class _Waiting:
     queued_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class _LaneSize:
-    smallest: int
-    """Size of the smallest texts, in bytes."""
-    name: str
-    threads: int
-    most_waiting: int
-    most_batch_bytes: int
-
-
 class _Lane:
     """A queue with threads. A free thread takes the waiting texts at once, without waiting for more."""
 
     def __init__(
         self,
-        limits: _LaneSize,
-        encode: Callable[[Sequence[EncodeRequest | UnreadRequest]], list[Outcome]],
+        smallest: int,
+        name: str,
+        threads: int,
+        most_waiting: int,
+        most_batch_bytes: int,
+        batches: BatchEncoder,
         metrics: TokenizerMetrics,
     ) -> None:
-        self._limits = limits
-        self._encode = encode
+        """`smallest` is the size of the smallest texts, in bytes."""
+        self.smallest, self._name = smallest, name
+        self._free_threads, self._most_waiting = threads, most_waiting
+        self._most_batch_bytes, self._batches = most_batch_bytes, batches
         self._queue: deque[_Waiting] = deque()
-        self._free_threads = limits.threads
         self._closed = False
-        self._executor = ThreadPoolExecutor(limits.threads, f"encode-{limits.name}")
-        self._queue_seconds, self._batch_size = metrics.add_lane(limits.name)
-
-    @property
-    def smallest(self) -> int:
-        return self._limits.smallest
+        self._executor = ThreadPoolExecutor(threads, f"encode-{name}")
+        self._queue_seconds, self._batch_size = metrics.add_lane(name)
 
     @property
     def idle(self) -> bool:
@@ -242,16 +221,15 @@ class _Lane:
         return not (self._queue or self._closed)
 
     def submit(self, request: EncodeRequest | UnreadRequest) -> asyncio.Future[Outcome]:
-        limits = self._limits
         if self._closed:
             raise Draining("the tokenizer is stopping")
-        if len(self._queue) >= limits.most_waiting:
+        if len(self._queue) >= self._most_waiting:
             self._queue = deque(one for one in self._queue if not one.outcome.cancelled())
-        if len(self._queue) >= limits.most_waiting:
+        if len(self._queue) >= self._most_waiting:
             raise QueueFull(
-                f"{len(self._queue)} encodes of {limits.name} texts are queued, the most allowed",
+                f"{len(self._queue)} encodes of {self._name} texts are queued, the most allowed",
                 value=str(len(self._queue)),
-                limit=f"at most {limits.most_waiting}",
+                limit=f"at most {self._most_waiting}",
             )
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()
@@ -273,7 +251,7 @@ class _Lane:
             self._free_threads -= 1
             requests = [waiting.request for waiting in batch]
             running = asyncio.get_running_loop().run_in_executor(
-                self._executor, self._encode, requests
+                self._executor, self._batches.read_and_encode, requests
             )
             running.add_done_callback(partial(self._finish_batch, batch))
 
@@ -284,7 +262,7 @@ class _Lane:
         while self._queue:
             waiting = self._queue[0]
             size_bytes += waiting.request.size_bytes
-            if batch and size_bytes > self._limits.most_batch_bytes:
+            if batch and size_bytes > self._most_batch_bytes:
                 break
             self._queue.popleft()
             if not waiting.outcome.cancelled():
@@ -314,123 +292,113 @@ def encode_in_this_thread_alone() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _check_size(request: EncodeRequest, most: int) -> None:
-    if request.size_bytes > most:
-        raise InvalidField(
-            f"has {request.size_bytes} bytes with its words but must have at most {most}"
-            " (a sixteenth of max_message_bytes)",
-            field="text",
-            value=f"{request.size_bytes} bytes",
-            limit=f"at most {most}",
-        )
+class BatchEncoder:
+    """Encodes batches of requests, in any thread."""
 
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        speller: Speller,
+        stop_vocabularies: StopVocabularies,
+        max_text_bytes: int,
+    ) -> None:
+        self._tokenizer, self._speller = tokenizer, speller
+        self._stop_vocabularies, self.most_bytes = stop_vocabularies, max_text_bytes
 
-def _read_and_encode(
-    encode: Callable[[Sequence[EncodeRequest]], list[Outcome]],
-    most_bytes: int,
-    requests: Sequence[EncodeRequest | UnreadRequest],
-) -> list[Outcome]:
-    """Encodes a batch with unread requests."""
-    read = [_read(request, most_bytes) for request in requests]
-    valid = [each for each in read if isinstance(each, EncodeRequest)]
-    encoded = iter(encode(valid))
-    return [next(encoded) if isinstance(each, EncodeRequest) else each for each in read]
+    def check_size(self, request: EncodeRequest) -> None:
+        """Raises InvalidField for too large a text."""
+        if request.size_bytes > self.most_bytes:
+            raise InvalidField(
+                f"has {request.size_bytes} bytes with its words but must have at most {self.most_bytes}"
+                " (a sixteenth of max_message_bytes)",
+                field="text",
+                value=f"{request.size_bytes} bytes",
+                limit=f"at most {self.most_bytes}",
+            )
 
+    def read_and_encode(self, requests: Sequence[EncodeRequest | UnreadRequest]) -> list[Outcome]:
+        """Encodes a batch with unread requests."""
+        read = [self._read(request) for request in requests]
+        encoded = iter(self.encode([each for each in read if isinstance(each, EncodeRequest)]))
+        return [next(encoded) if isinstance(each, EncodeRequest) else each for each in read]
 
-def _read(request: EncodeRequest | UnreadRequest, most_bytes: int) -> EncodeRequest | InvalidField:
-    if isinstance(request, EncodeRequest):
-        return request
-    read = request.read()
-    try:
-        _check_size(read, most_bytes)
-    except InvalidField as error:
-        return error.with_traceback(None)
-    return read
+    def _read(self, request: EncodeRequest | UnreadRequest) -> EncodeRequest | InvalidField:
+        if isinstance(request, EncodeRequest):
+            return request
+        read = request.read()
+        try:
+            self.check_size(read)
+        except InvalidField as error:
+            return error.with_traceback(None)
+        return read
 
+    def encode(self, requests: Sequence[EncodeRequest]) -> list[Outcome]:
+        """Encodes a batch; a failure becomes the outcome of the failing request alone."""
+        try:
+            if len(requests) == 1 and requests[0].is_plain:
+                special = requests[0].add_special_tokens
+                (encoding,) = self._encodings([requests[0].text or ""], special=special)
+                return [EncodedTexts(encoding.ids, [])]
+            return list(self._encode(requests))
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            if len(requests) > 1:
+                return [outcome for each in requests for outcome in self.encode([each])]
+            return [InternalError(f"the text cannot be encoded: {type(error).__name__}: {error}")]
 
-def encode_batch(
-    tokenizer: Tokenizer,
-    speller: Speller,
-    stop_vocabularies: StopVocabularies,
-    requests: Sequence[EncodeRequest],
-) -> list[Outcome]:
-    """Encodes a batch; a failure becomes the outcome of the failing request alone."""
-    try:
-        if len(requests) == 1 and requests[0].is_plain:
-            special = requests[0].add_special_tokens
-            (encoding,) = _encodings(tokenizer, [requests[0].text or ""], special=special)
-            return [EncodedTexts(encoding.ids, [])]
-        return list(_encode(tokenizer, speller, stop_vocabularies, requests))
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        if len(requests) > 1:
-            return [
-                outcome
-                for request in requests
-                for outcome in encode_batch(tokenizer, speller, stop_vocabularies, [request])
-            ]
-        return [InternalError(f"the text cannot be encoded: {type(error).__name__}: {error}")]
-
-
-def _encode(
-    tokenizer: Tokenizer,
-    speller: Speller,
-    stop_vocabularies: StopVocabularies,
-    requests: Sequence[EncodeRequest],
-) -> Iterator[EncodedTexts]:
-    omitted = [_surplus(tokenizer, request) for request in requests]
-    wanted = [each for each, count in zip(requests, omitted, strict=True) if not count]
-    marked = [text for request in wanted for text in request.texts(special=True)]
-    plain = [text for request in wanted for text in request.texts(special=False)]
-    marked_ids = iter(_encodings(tokenizer, marked, special=True))
-    plain_ids = iter(_encodings(tokenizer, plain, special=False))
-    words_of_all = [word for request in wanted for word in request.words]
-    word_ids = iter(speller.encode(words_of_all) if words_of_all else ())
-    # The items of a request mostly have the same words.
-    spelled_words = {word for request in wanted for word in request.spelled_words}
-    spellings = {word: speller.spellings(word) for word in spelled_words}
-    for request, count in zip(requests, omitted, strict=True):
-        if count:
-            yield EncodedTexts([], [], omitted=count)
-            continue
-        words = [next(word_ids) for _ in request.words]
-        token_ids: list[int] = []
-        if request.text is not None:
-            encoding = next(marked_ids if request.add_special_tokens else plain_ids)
-            # A list of ids that nobody wants would hold the interpreter.
-            if 0 < request.max_token_ids < len(encoding):
-                yield EncodedTexts([], [], omitted=len(encoding))
+    def _encode(self, requests: Sequence[EncodeRequest]) -> Iterator[EncodedTexts]:
+        omitted = [self._surplus(request) for request in requests]
+        wanted = [each for each, count in zip(requests, omitted, strict=True) if not count]
+        marked = [text for request in wanted for text in request.texts(special=True)]
+        plain = [text for request in wanted for text in request.texts(special=False)]
+        marked_ids = iter(self._encodings(marked, special=True))
+        plain_ids = iter(self._encodings(plain, special=False))
+        words_of_all = [word for request in wanted for word in request.words]
+        word_ids = iter(self._speller.encode(words_of_all) if words_of_all else ())
+        # The items of a request mostly have the same words.
+        spelled_words = {word for request in wanted for word in request.spelled_words}
+        spellings = {word: self._speller.spellings(word) for word in spelled_words}
+        for request, count in zip(requests, omitted, strict=True):
+            if count:
+                yield EncodedTexts([], [], omitted=count)
                 continue
-            token_ids = encoding.ids
-        spelled = [spellings[word] for word in request.spelled_words]
-        stops = None
-        if request.stop_texts:
-            skip = request.skip_special_tokens
-            stops = stop_vocabularies.of(request.stop_texts, skip_special_tokens=skip)
-        described = stop_vocabularies.bytes_of(request.described_ids)
-        yield EncodedTexts(token_ids, words, spelled, stops, described)
+            words = [next(word_ids) for _ in request.words]
+            token_ids: list[int] = []
+            if request.text is not None:
+                encoding = next(marked_ids if request.add_special_tokens else plain_ids)
+                # A list of ids that nobody wants would hold the interpreter.
+                if 0 < request.max_token_ids < len(encoding):
+                    yield EncodedTexts([], [], omitted=len(encoding))
+                    continue
+                token_ids = encoding.ids
+            spelled = [spellings[word] for word in request.spelled_words]
+            stops = None
+            if request.stop_texts:
+                skip = request.skip_special_tokens
+                stops = self._stop_vocabularies.of(request.stop_texts, skip_special_tokens=skip)
+            described = self._stop_vocabularies.bytes_of(request.described_ids)
+            yield EncodedTexts(token_ids, words, spelled, stops, described)
 
+    def _surplus(self, request: EncodeRequest) -> int:
+        """Returns the number of ids of the beginning, if the whole text surely has more ids than wanted, or 0 if the
+        whole must be encoded.
 
-def _surplus(tokenizer: Tokenizer, request: EncodeRequest) -> int:
-    """Returns the number of ids of the beginning, if the whole text surely has more ids than wanted, or 0 if the whole
-    must be encoded.
-
-    Encoding four million bytes takes seconds, and freeing as many tokens holds the interpreter. The whole may have a
-    few ids fewer than the beginning, but not half as many.
-    """
-    text, most = request.text, request.max_token_ids
-    if text is None or not most:
+        Encoding four million bytes takes seconds, and freeing as many tokens holds the interpreter. The whole may have
+        a few ids fewer than the beginning, but not half as many.
+        """
+        text, most = request.text, request.max_token_ids
+        if text is None or not most:
+            return 0
+        size = most * 5 // 8 + 1
+        # A text of an ordinary length for its tokens is encoded once.
+        while size < len(text) // BEGINNINGS:
+            count = len(self._encodings([text[:size]], special=False)[0])
+            if count > 2 * most:
+                return count
+            size *= 4
         return 0
-    size = most * 5 // 8 + 1
-    # A text of an ordinary length for its tokens is encoded once.
-    while size < len(text) // BEGINNINGS:
-        count = len(_encodings(tokenizer, [text[:size]], special=False)[0])
-        if count > 2 * most:
-            return count
-        size *= 4
-    return 0
 
-
-def _encodings(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> Sequence[Encoding]:
-    return tokenizer.encode_batch_fast(texts, add_special_tokens=special) if texts else ()
+    def _encodings(self, texts: list[str], *, special: bool) -> Sequence[Encoding]:
+        encode = self._tokenizer.encode_batch_fast
+        return encode(texts, add_special_tokens=special) if texts else ()

@@ -21,7 +21,7 @@ from trtmesh.tokenizer.chat.renderer import ChatRenderer
 from trtmesh.tokenizer.chat.speaking import ToolFormat, reasoning_format, tool_format
 from trtmesh.tokenizer.decoding.states import Workload
 from trtmesh.tokenizer.detokenizers.stop_vocabulary import StopVocabularies
-from trtmesh.tokenizer.encoding import Encoder, encode_in_this_thread_alone
+from trtmesh.tokenizer.encoding import BatchEncoder, Encoder, encode_in_this_thread_alone
 from trtmesh.tokenizer.metrics import TokenizerMetrics
 from trtmesh.tokenizer.router_stream import (
     STREAM_LIMITS,
@@ -70,7 +70,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         stops = StopVocabularies(vocabulary.detokenizer, vocabulary.special_tokens)
         speller = Speller(for_words(vocabulary.tokenizer))
         most = self._settings.max_text_bytes
-        encoder = Encoder(vocabulary.tokenizer, speller, stops, most, self._metrics)
+        batches = BatchEncoder(vocabulary.tokenizer, speller, stops, most)
+        encoder = Encoder(batches, self._metrics)
         renderer = ChatRenderer(
             vocabulary.chat_templates,
             most,
