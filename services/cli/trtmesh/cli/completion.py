@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import fields
 
 import typer
 from trtmesh.chassis.errors import StartupError, TrtmeshError
-from trtmesh.cli.stacks import stack_meant
+from trtmesh.cli.admin_command import AdminOptions
 from trtmesh.cli.tls import TlsOptions
-from trtmesh.client import AdminClient, AdminToken
+from trtmesh.client import AdminClient
 from trtmesh.v1 import router_admin_pb2 as pb
 
 PATIENCE_SECONDS = 1.0
@@ -33,14 +32,12 @@ def _completing(ask: Ask) -> Complete:
 
 
 async def _names(context: typer.Context, ask: Ask) -> Iterable[str]:
-    address = context.params.get("admin") or stack_meant("--admin").admin
-    token = AdminToken.read(context.params.get("token_file"), os.environ)
-    names = [field.name for field in fields(TlsOptions)]
-    given = {name: value for name in names if (value := context.params.get(name))}
-    tls = TlsOptions(**given).client_tls()
-    async with AdminClient(
-        address, token=token, timeout_seconds=PATIENCE_SECONDS, tls=tls
-    ) as admin:
+    given = {name: value for name, value in context.params.items() if value}
+    names = {field.name for field in fields(TlsOptions)}
+    tls = TlsOptions(**{name: given[name] for name in names & given.keys()})
+    options = AdminOptions(given.get("admin"), given.get("token_file"), PATIENCE_SECONDS, tls)
+    client, _ = options.client()
+    async with client as admin:
         return await ask(admin)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trtmesh.cli.tables import generated_tokens
 from trtmesh.v1 import router_admin_pb2 as pb
 from trtmesh.v1.engine_pb2 import Load
 
@@ -60,30 +60,40 @@ def measure(before: Sample | None, after: Sample) -> Rates:
     """Computes the rates between two samples; a first sample has only the totals since the workers started."""
     seconds = after.time - before.time if before else 0.0
     loads = {worker.address: worker.load for worker in before.fleet.workers} if before else {}
-    grown = [_growth(loads.get(worker.address), worker.load) for worker in after.fleet.workers]
-    tokens = {each.request_id: _tokens(each) for each in before.requests.requests} if before else {}
+    told = before.requests.requests if before else ()
+    tokens = {each.request_id: generated_tokens(each) for each in told}
+    workers = after.fleet.workers
+    grown = [_growth(loads.get(worker.address, Load()), worker.load) for worker in workers]
     return Rates(
         workers=tuple(
-            _worker_rates(worker, growth, seconds)
-            for worker, growth in zip(after.fleet.workers, grown, strict=True)
+            WorkerRates(
+                worker.worker,
+                worker.address,
+                _per_second(growth and growth.computed_prompt_tokens, seconds),
+                _per_second(growth and growth.generated_tokens, seconds),
+                _hit_rate(worker.load),
+                _hit_rate(growth),
+            )
+            for worker, growth in zip(workers, grown, strict=True)
         ),
         requests=tuple(
             RequestRate(
-                request.request_id, _request_rate(tokens.get(request.request_id), request, seconds)
+                each.request_id,
+                _per_second(_new_tokens(each, tokens.get(each.request_id)), seconds),
             )
-            for request in after.requests.requests
+            for each in after.requests.requests
         ),
         generated_tokens_per_second=_per_second(
             sum(growth.generated_tokens for growth in grown if growth), seconds
         ),
-        hit_rate=_hit_rate([worker.load for worker in after.fleet.workers]),
-        recent_hit_rate=_hit_rate([growth for growth in grown if growth]),
+        hit_rate=_hit_rate(*(worker.load for worker in workers)),
+        recent_hit_rate=_hit_rate(*grown),
     )
 
 
-def _growth(before: Load | None, after: Load) -> Load | None:
+def _growth(before: Load, after: Load) -> Load | None:
     """Returns the growth of a worker's counters; None for a new, lost or restarted worker."""
-    if before is None or not before.step_count or after.step_count < before.step_count:
+    if not before.step_count or after.step_count < before.step_count:
         return None
     return Load(
         computed_prompt_tokens=after.computed_prompt_tokens - before.computed_prompt_tokens,
@@ -92,38 +102,17 @@ def _growth(before: Load | None, after: Load) -> Load | None:
     )
 
 
-def _worker_rates(worker: pb.Worker, growth: Load | None, seconds: float) -> WorkerRates:
-    return WorkerRates(
-        worker=worker.worker,
-        address=worker.address,
-        prompt_tokens_per_second=(
-            _per_second(growth.computed_prompt_tokens, seconds) if growth else None
-        ),
-        generated_tokens_per_second=(
-            _per_second(growth.generated_tokens, seconds) if growth else None
-        ),
-        hit_rate=_hit_rate([worker.load]),
-        recent_hit_rate=_hit_rate([growth] if growth else []),
-    )
-
-
-def _request_rate(before: int | None, request: pb.LiveRequest, seconds: float) -> float | None:
-    if before is None:
-        return None
+def _new_tokens(request: pb.LiveRequest, before: int | None) -> int | None:
     # A rewritten beam may be shorter.
-    return _per_second(max(0, _tokens(request) - before), seconds)
+    return None if before is None else max(0, generated_tokens(request) - before)
 
 
-def _tokens(request: pb.LiveRequest) -> int:
-    return sum(item.generated_tokens for item in request.items)
+def _per_second(count: int | None, seconds: float) -> float | None:
+    return None if count is None or seconds <= 0 else count / seconds
 
 
-def _per_second(count: int, seconds: float) -> float | None:
-    return count / seconds if seconds > 0 else None
-
-
-def _hit_rate(loads: Iterable[Load]) -> float | None:
-    loads = list(loads)
-    reused = sum(load.reused_prompt_tokens for load in loads)
-    prompts = reused + sum(load.computed_prompt_tokens for load in loads)
+def _hit_rate(*loads: Load | None) -> float | None:
+    known = [load for load in loads if load]
+    reused = sum(load.reused_prompt_tokens for load in known)
+    prompts = reused + sum(load.computed_prompt_tokens for load in known)
     return reused / prompts if prompts else None
