@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.logs import rebind_request_id
@@ -20,12 +20,16 @@ from trtmesh.router.doors.triton.models import MODEL_VERSION
 from trtmesh.router.doors.triton.templates.template import Model
 from trtmesh.router.doors.triton.tensors import Contents, Output
 
+T = TypeVar("T")
+
 HEADER_LENGTH = "Inference-Header-Content-Length"
 RESERVED_PREFIX = "triton_"
 MOST_PARAMETERS = 256
 """Most parameters of a request."""
 MOST_LENGTH_DIGITS = 10
 BINARY_SIZE = "binary_data_size"
+WORDS: Mapping[type, str] = {str: "string", bool: "boolean", dict: "object", list: "array"}
+"""JSON's words for types."""
 
 
 @dataclass(slots=True)
@@ -48,7 +52,7 @@ class Asked:
 
 def begin_request(model: Model, message: Mapping[str, Any]) -> Asked:
     """A ModelInferRequest with an id alone, for the log lines of its refusal. Raises InvalidRequest."""
-    request = kserve.ModelInferRequest(model_name=model.name, id=text_of(message, "id", ""))
+    request = kserve.ModelInferRequest(model_name=model.name, id=_value(message, "id", str, ""))
     rebind_request_id(request.id)
     return Asked(request)
 
@@ -59,19 +63,20 @@ def read_infer(model: Model, header_length: str | None, most_json_bytes: int, bo
     whole = memoryview(body)
     message = parse_json(whole[:length], most_json_bytes)
     asked = begin_request(model, message)
-    for name, value in _objects(message, "parameters").items():
+    parameters = _value(message, "parameters", dict, {})
+    for name, value in parameters.items():
         if name == "binary_data_output":
-            asked.binary.default = _flag(name, value)
+            asked.binary.default = _value(parameters, name, bool)
         else:
             set_parameter(asked.request, name, value)
     rest = whole[length:]
-    for given in _list(message, "inputs"):
+    for given in _value(message, "inputs", list, []):
         rest = _read_input(asked, given, rest)
     if rest:
         raise InvalidRequest(
             f"unexpected additional input data for model '{model.name}': {len(rest)} bytes belong to no input"
         )
-    for wanted in _list(message, "outputs"):
+    for wanted in _value(message, "outputs", list, []):
         _read_output(asked.request, wanted, asked.binary)
     return asked
 
@@ -149,12 +154,13 @@ def _put(parameter: Any, value: Any) -> bool:
     return True
 
 
-def text_of(message: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """A text of a JSON object. Raises InvalidRequest."""
+def _value(message: Mapping[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
+    """A value of a JSON object. Raises InvalidRequest for another type, or without a value and a default."""
     value = message.get(key, default)
-    if not isinstance(value, str):
+    if not isinstance(value, kind):
+        word = WORDS[kind]
         raise InvalidRequest(
-            f"Unable to parse '{key}': attempt to access JSON non-string as string"
+            f"Unable to parse '{key}': attempt to access JSON non-{word} as {word}"
         )
     return value
 
@@ -182,7 +188,7 @@ def _read_input(asked: Asked, given: Any, rest: memoryview) -> memoryview:
     """Adds an input, with binary data from `rest`; returns the remaining bytes."""
     if not isinstance(given, dict):
         raise InvalidRequest("Unable to parse 'inputs': each must be a JSON object")
-    name, data_type = text_of(given, "name"), text_of(given, "datatype")
+    name, data_type = _value(given, "name", str), _value(given, "datatype", str)
     shape = given.get("shape")
     if (
         not isinstance(shape, list)
@@ -193,7 +199,7 @@ def _read_input(asked: Asked, given: Any, rest: memoryview) -> memoryview:
             f"Unable to parse 'shape': input '{name}' must have a list of at most {MAX_DIMENSIONS} numbers"
         )
     tensor = asked.request.inputs.add(name=name, datatype=data_type, shape=shape)
-    parameters = _objects(given, "parameters")
+    parameters = _value(given, "parameters", dict, {})
     _check_one_content(given, parameters)
     for key, value in parameters.items():
         if key != BINARY_SIZE and not _put(tensor.parameters[key], value):
@@ -233,35 +239,12 @@ def _check_one_content(given: Mapping[str, Any], parameters: Mapping[str, Any]) 
 def _read_output(request: Any, wanted: Any, binary: BinaryOutputs) -> None:
     if not isinstance(wanted, dict):
         raise InvalidRequest("Unable to parse 'outputs': each must be a JSON object")
-    output = request.outputs.add(name=text_of(wanted, "name"))
-    for key, value in _objects(wanted, "parameters").items():
+    output = request.outputs.add(name=_value(wanted, "name", str))
+    parameters = _value(wanted, "parameters", dict, {})
+    for key, value in parameters.items():
         if key == "binary_data":
-            binary.named[output.name] = _flag(key, value)
+            binary.named[output.name] = _value(parameters, key, bool)
         elif not _put(output.parameters[key], value):
             raise InvalidRequest(f"parameter '{key}' of output '{output.name}' has invalid type.")
     # Naming an output without the parameter asks for JSON, regardless of the default.
     binary.named.setdefault(output.name, False)
-
-
-def _flag(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(
-            f"Unable to parse '{key}': attempt to access JSON non-boolean as boolean"
-        )
-    return value
-
-
-def _objects(message: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = message.get(key, {})
-    if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"Unable to parse '{key}': attempt to access JSON non-object as object"
-        )
-    return value
-
-
-def _list(message: Mapping[str, Any], key: str) -> Sequence[Any]:
-    value = message.get(key, [])
-    if not isinstance(value, list):
-        raise InvalidRequest(f"Unable to parse '{key}': attempt to access JSON non-array as array")
-    return value
