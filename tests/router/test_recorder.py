@@ -36,13 +36,13 @@ from typer.testing import CliRunner
 
 
 def test_file_is_bounded_and_lost_lines_are_counted(tmp_path: Path) -> None:
-    fleet = [WorkerSnapshot("a:1", "a", "m", "", frozenset())]
+    fleet = [WorkerSnapshot("a:1", "a", "m", "", frozenset(), tokens_per_block=4)]
     record = DecisionRecord(
         "anonymous", "r", 0, "first", place("auto", fleet, PlacementQuery("m", prompt_tokens=9))
     )
     recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
     for _ in range(300):
-        recorder.note(recorded_item(first=record, block_tokens=4, hashes=[1, 2]))
+        recorder.note(**recorded_item(first=record, hashes=[1, 2]))
         recorder.flush()
         sizes = [file.stat().st_size for file in tmp_path.iterdir()]
         assert sum(sizes) < 2 * 10_000 + 1000
@@ -52,7 +52,7 @@ def test_file_is_bounded_and_lost_lines_are_counted(tmp_path: Path) -> None:
     for file in tmp_path.iterdir():
         file.unlink()
     tmp_path.rmdir()
-    recorder.note(recorded_item())
+    recorder.note(**recorded_item())
     recorder.flush()
     assert counted(recorder) == (300, 1)
     recorder.close()
@@ -66,11 +66,11 @@ def test_second_router_is_refused_and_finds_a_moved_file_free(tmp_path: Path) ->
     file.rename(tmp_path / "moved")
     second = Recorder(file, 10_000)
     for recorder in (first, second):
-        recorder.note(recorded_item())
+        recorder.note(**recorded_item())
         recorder.flush()
     assert (counted(first), counted(second)) == ((0, 1), (1, 0))
     second.close()
-    first.note(recorded_item())
+    first.note(**recorded_item())
     first.flush()
     assert counted(first) == (1, 1)
     assert len(file.read_text().splitlines()) == 2
@@ -83,8 +83,8 @@ def test_adapter_of_an_item_is_recorded(tmp_path: Path) -> None:
     for name in ("unit-tests", ""):
         need = AdapterNeed(Adapter(7, name, "v1"), 16, deliverable=True)
         decision = place("auto", fleet, PlacementQuery("m", prompt_tokens=9, adapter=need))
-        recorder.note(recorded_item(first=DecisionRecord("anonymous", "r", 0, "first", decision)))
-    recorder.note(recorded_item())
+        recorder.note(**recorded_item(first=DecisionRecord("anonymous", "r", 0, "first", decision)))
+    recorder.note(**recorded_item())
     recorder.flush()
     recorder.close()
     told = [(a.adapter, a.adapter_rank) for a in read_trace(tmp_path / "trace.jsonl")]
@@ -185,7 +185,7 @@ def test_full_disk_warns_once_a_minute(tmp_path: Path, caplog: pytest.LogCapture
     (folder / "trace.jsonl").unlink()
     folder.rmdir()
     for _ in range(100):
-        recorder.note(recorded_item())
+        recorder.note(**recorded_item())
         recorder.flush()
     (line,) = [each for each in caplog.records if "cannot write records" in each.getMessage()]
     assert "1 are lost so far" in line.getMessage()
@@ -195,14 +195,14 @@ def test_full_disk_warns_once_a_minute(tmp_path: Path, caplog: pytest.LogCapture
 def test_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     recorder = Recorder(file, 1 << 20)
-    recorder.note(recorded_item())
+    recorder.note(**recorded_item())
     recorder.flush()
     before = file.read_bytes()
     with full_beyond(len(before) + 10):
-        recorder.note(recorded_item())
+        recorder.note(**recorded_item())
         recorder.flush()
     assert file.read_bytes() == before
-    recorder.note(recorded_item())
+    recorder.note(**recorded_item())
     recorder.flush()
     recorder.close()
     assert file.read_bytes().count(b"\n") == 2
@@ -212,7 +212,7 @@ def test_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 def test_torn_line_of_a_killed_router_is_cut_off_and_not_replayed(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     recorder = Recorder(file, 1 << 20)
-    recorder.note(recorded_item())
+    recorder.note(**recorded_item())
     recorder.flush()
     recorder.close()
     before = file.read_bytes()

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from trtmesh.router.recorder import RecordedItem
 from trtmesh.tools.fleet_replay.trace import Arrival
 
 
@@ -37,6 +36,7 @@ def write_trace(file: Path, arrivals: list[Arrival]) -> Path:
     return file
 
 
-def recorded_item(**known: Any) -> RecordedItem:
-    fields: dict[str, Any] = {"error": "", "prompt_tokens": 9, "new_tokens": 3, **known}
-    return RecordedItem("r", 0, "m", 1.0, **fields)
+def recorded_item(**known: Any) -> dict[str, Any]:
+    """An item, as a recorder notes it."""
+    fields = {"request_id": "r", "batch_index": 0, "model": "m", "arrival_time": 1.0}
+    return {**fields, "error": "", "prompt_tokens": 9, "new_tokens": 3, **known}

@@ -94,9 +94,9 @@ def test_wrong_trace_is_refused_with_its_line(tmp_path: Path, line: str, words: 
 
 def test_unservable_items_are_left_out(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
-    recorder.note(recorded_item())
-    recorder.note(recorded_item(error="PROMPT_EMPTY", prompt_tokens=None, new_tokens=None))
-    recorder.note(recorded_item(error="QUEUE_TIMEOUT", prompt_tokens=None, new_tokens=None))
+    recorder.note(**recorded_item())
+    recorder.note(**recorded_item(error="PROMPT_EMPTY", prompt_tokens=None, new_tokens=None))
+    recorder.note(**recorded_item(error="QUEUE_TIMEOUT", prompt_tokens=None, new_tokens=None))
     recorder.flush()
     recorder.close()
     assert [a.guessed for a in read_trace(tmp_path / "trace.jsonl")] == [False, True]

@@ -34,13 +34,13 @@ def test_back_pressure_uses_no_attempt() -> None:
     attempts = Attempts(1)
     for address in "abc":
         assert attempts.note(address, Draining("draining"), 0)
-    assert attempts.full is None
+    assert attempts.latest(QueueFull) is None
     assert attempts.note("b", QueueFull("full"), 0)
-    assert attempts.full is not None
+    assert attempts.latest(QueueFull) is not None
     assert attempts.loss is None
     assert set(attempts.failures) == set("abc")
     attempts.forgive()
-    assert attempts.full is None
+    assert attempts.latest(QueueFull) is None
 
 
 def test_move_forgives_earlier_failures() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trtmesh.chassis.errors import TrtmeshError
@@ -17,27 +16,6 @@ from trtmesh.router.values.request import GenerationRequest
 
 RECORDS = "records"
 """The content of the file, in metrics."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedItem:
-    """A finished item."""
-
-    request_id: str
-    batch_index: int
-    model: str
-    arrival_time: float
-    """Time of the event loop."""
-    error: str
-    """Reason word of a failed item, else ''."""
-    prompt_tokens: int | None
-    """None for a text without ids."""
-    new_tokens: int | None = None
-    """None without a worker."""
-    first: DecisionRecord | None = None
-    """The first placement, if any."""
-    block_tokens: int = 1
-    hashes: Sequence[int] = ()
 
 
 class RecordSettings(Settings):
@@ -57,24 +35,41 @@ class Recorder(LineFile):
         super().__init__(file, "router.record.file", RECORDS, max_bytes)
         self._to_unix = time.time() - time.monotonic()
 
-    def note(self, item: RecordedItem) -> None:
+    def note(
+        self,
+        *,
+        request_id: str,
+        batch_index: int,
+        model: str,
+        arrival_time: float,
+        error: str,
+        prompt_tokens: int | None,
+        new_tokens: int | None = None,
+        first: DecisionRecord | None = None,
+        hashes: Sequence[int] = (),
+    ) -> None:
+        """Notes a finished item that arrived at a time of the event loop, with the reason word of its error or '', and
+        its `first` placement if any. A text without ids has no `prompt_tokens`, and an item without a worker no new
+        ones."""
         line = {
-            "timestamp": round((item.arrival_time + self._to_unix) * 1000),
-            "input_length": item.prompt_tokens,
-            "output_length": item.new_tokens,
-            "block_tokens": item.block_tokens,
-            "hash_ids": [*item.hashes],
-            "request_id": item.request_id,
-            "batch_index": item.batch_index,
-            "model": item.model,
-            "error": item.error,
+            "timestamp": round((arrival_time + self._to_unix) * 1000),
+            "input_length": prompt_tokens,
+            "output_length": new_tokens,
+            "block_tokens": 1,
+            "hash_ids": [*hashes],
+            "request_id": request_id,
+            "batch_index": batch_index,
+            "model": model,
+            "error": error,
         }
-        if item.first is not None:
-            decision = item.first.decision
+        if first is not None:
+            decision = first.decision
             line |= {
+                "input_length": decision.query.prompt_tokens,
+                "block_tokens": decision.chosen.tokens_per_block or 1,
                 "policy": decision.policy,
                 "worker": decision.chosen.worker,
-                "cause": item.first.cause,
+                "cause": first.cause,
                 "cached_tokens": decision.cached_tokens,
             }
             if need := decision.query.adapter:
@@ -87,12 +82,10 @@ class Recorder(LineFile):
         now = asyncio.get_running_loop().time()
         for item in request.items:
             self.note(
-                RecordedItem(
-                    request_id=request.request_id,
-                    batch_index=item.batch_index,
-                    model=model,
-                    arrival_time=now,
-                    error=error.reason,
-                    prompt_tokens=item.told_prompt_tokens,
-                )
+                request_id=request.request_id,
+                batch_index=item.batch_index,
+                model=model,
+                arrival_time=now,
+                error=error.reason,
+                prompt_tokens=item.told_prompt_tokens,
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.handoffs.live_handoff import EncodedPrompt
@@ -31,20 +29,11 @@ def state_of(run: SequenceRun, prompt: EncodedPrompt, worker: str) -> bytes | No
     return write_state(descriptor, worker, _digest(prompt))
 
 
-@dataclass(frozen=True, slots=True)
-class SecondHalf:
-    """KV of a first half that this router may continue from."""
-
-    sender: Worker
-    descriptor: kv_pb.HandoffDescriptor
-    first_tokens: list[int]
-
-
 def second_half(
     table: HandoffTable, model: str, item: ItemRequest, state: HandoffState, prompt: EncodedPrompt
-) -> SecondHalf | None:
-    """Returns the KV of `state`, or None if the prompt must be computed again. Raises InvalidField for the state of
-    another prompt."""
+) -> tuple[Worker, kv_pb.HandoffDescriptor] | None:
+    """Returns the worker with the KV of `state`, and what to continue from, or None if the prompt must be computed
+    again. Raises InvalidField for the state of another prompt."""
     if state.is_readable:
         state.check(_digest(prompt))
     sender = _worker_named(table, model, state.descriptor.worker) if state.has_kv else None
@@ -54,7 +43,7 @@ def second_half(
     if not _continues(item, state):
         table.discard(sender, state.descriptor.lease_id)
         return None
-    return SecondHalf(sender, _completed(state, sender), state.first_tokens)
+    return sender, _completed(state, sender)
 
 
 def _digest(prompt: EncodedPrompt) -> bytes:

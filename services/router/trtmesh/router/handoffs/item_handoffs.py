@@ -154,18 +154,19 @@ class ItemHandoffs:
         half = second_half(self._table, self._model, self._request, state, item.encoded)
         if half is None or lease_id in self._table.live:
             return
+        sender, descriptor = half
         try:
-            leg = item.place_receiver((), half.sender, stays=True)
+            leg = item.place_receiver((), sender, stays=True)
         except TrtmeshError:
-            self._table.discard(half.sender, lease_id)
+            self._table.discard(sender, lease_id)
             return
         item.open_sequences()
         item.began_at(leg)
         for run in item.sequences:
-            self._put_tokens(run, half.first_tokens)
-        tokens = len(item.encoded.token_ids) + len(half.first_tokens) - (len(item.sequences) > 1)
+            self._put_tokens(run, state.first_tokens)
+        tokens = len(item.encoded.token_ids) + len(state.first_tokens) - (len(item.sequences) > 1)
         handoff = self._open("generation_only", lease_id=lease_id)
-        handoff.adopt(item.sequences, half.sender, half.descriptor, leg, tokens)
+        handoff.adopt(item.sequences, sender, descriptor, leg, tokens)
 
     def _put_tokens(self, run: SequenceRun, token_ids: list[int]) -> None:
         """Puts tokens of the first half."""

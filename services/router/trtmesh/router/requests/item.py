@@ -295,7 +295,7 @@ class ItemRun:
                 self._give_sample(self._receipt)
         if (recorder := self._mesh.recorder) is not None:
             error = self._events.error
-            recorder.note(self._placer.trace(self._encoded, self.generated_tokens, error))
+            self._placer.note_end(recorder, self._encoded, self.generated_tokens, error)
         self.stage = "over"
         if self._trace is not None:
             events, usage = self._events, self.usage()

@@ -28,7 +28,7 @@ from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
 from trtmesh.router.hedging.race import SecondCopy
 from trtmesh.router.placement import Phase, PlacementQuery
 from trtmesh.router.placement.place import DecisionRecord
-from trtmesh.router.recorder import RecordedItem
+from trtmesh.router.recorder import Recorder
 from trtmesh.router.requests.context import RequestContext
 from trtmesh.router.requests.encoding import EncodedItem
 from trtmesh.router.requests.siblings import LEAST_SHARED_BLOCKS, GroupMember
@@ -109,22 +109,9 @@ class Attempts:
     def _moves_without_gain(self, tokens: int) -> int:
         return 0 if tokens > self._tokens_at_move else self._moves
 
-    @property
-    def full(self) -> QueueFull | None:
-        """Latest refusal by a full worker. A draining worker does not count, since a replacement may take the item."""
-        found = [e for e in self.failures.values() if isinstance(e, QueueFull)]
-        return found[-1] if found else None
-
-    @property
-    def crowded(self) -> AdaptersFull | None:
-        """Latest refusal by a worker without memory for the adapter."""
-        found = [e for e in self.failures.values() if isinstance(e, AdaptersFull)]
-        return found[-1] if found else None
-
-    @property
-    def broken(self) -> TrtmeshError | None:
-        """Latest refusal by a worker that cannot load the adapter, or understand the item, nor will later."""
-        found = [e for e in self.failures.values() if isinstance(e, AdapterBroken | NotUnderstood)]
+    def latest(self, *kinds: type[TrtmeshError]) -> TrtmeshError | None:
+        """The latest failure of these kinds."""
+        found = [error for error in self.failures.values() if isinstance(error, kinds)]
         return found[-1] if found else None
 
     def forgive(self) -> None:
@@ -362,16 +349,17 @@ class Placer:
         the wait is futile."""
         wait = self._waiting(tokens)
         seconds_left = wait.ends_at - asyncio.get_running_loop().time()
-        if self.attempts.broken is not None:
-            return self.attempts.broken
+        if broken := self.attempts.latest(AdapterBroken, NotUnderstood):
+            # The worker will not take the item later either.
+            return broken
         if not tokens:
-            if self.attempts.full is not None:
-                # An immediate refusal lets the client try another mesh.
-                return self.attempts.full
+            if full := self.attempts.latest(QueueFull):
+                # An immediate refusal lets the client try another mesh. Not of a draining worker, which is replaced.
+                return full
             if isinstance(error, AdapterNotFound):
                 return error
         if seconds_left <= 0 or not self._fleet.may_recover(self._context.model):
-            return self.attempts.crowded or unplaceable(self.attempts.loss, error)
+            return self.attempts.latest(AdaptersFull) or unplaceable(self.attempts.loss, error)
         left_out = bool(self.attempts.failures or self._refusals)
         self.attempts.forgive()
         self._refusals.clear()
@@ -393,27 +381,23 @@ class Placer:
         command.token_ids.extend(encoded.token_ids)
         return command
 
-    def trace(self, encoded: EncodedItem, new_tokens: int, error: str) -> RecordedItem:
-        """The item with the first placement, for the record file."""
-        seen = RecordedItem(
+    def note_end(
+        self, recorder: Recorder, encoded: EncodedItem, new_tokens: int, error: str
+    ) -> None:
+        """Has the record file tell of the item, with the first placement."""
+        first, hashes = self._first, list[int]()
+        if first is not None:
+            hashes = encoded.blocks.hashes(first.decision.chosen.tokens_per_block)
+        recorder.note(
             request_id=self._context.request_id,
             batch_index=self._item.batch_index,
             model=self._context.model,
             arrival_time=self._context.arrival_time,
             error=error,
             prompt_tokens=len(encoded.token_ids) or self._item.told_prompt_tokens,
-        )
-        if self._first is None:
-            return seen
-        decision = self._first.decision
-        block_tokens = decision.chosen.tokens_per_block
-        return replace(
-            seen,
-            prompt_tokens=decision.query.prompt_tokens,
-            new_tokens=new_tokens,
-            first=self._first,
-            block_tokens=block_tokens or 1,
-            hashes=encoded.blocks.hashes(block_tokens),
+            new_tokens=None if first is None else new_tokens,
+            first=first,
+            hashes=hashes,
         )
 
     def _record(self, leg: Leg, cause: str) -> None:
