@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from _options import options_of
 from torch import Tensor
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Sampling, Stopping
 from trtmesh.engine.backend import BackendInfo, SequenceEnd, StepOutput, Submission
 from trtmesh.engine.backends.torch.backend import TorchBackend
@@ -33,7 +34,6 @@ from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.settings import TorchSettings
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 CHOOSER = Chooser(ORDERING)

@@ -368,3 +368,27 @@ async def test_resume_repeats_nothing_that_finished(mesh: Mesh) -> None:
     resume.finished_items.append(0)
     kinds = [e.WhichOneof("event") async for r in stub.Resume(resume) for e in r.events]
     assert kinds == ["accepted"]
+
+
+@pytest.mark.parametrize("end", ["the context", "max_tokens", "an end id", "a stop word"])
+async def test_stream_cut_between_its_last_token_and_its_end_ends_as_uncut(end: str) -> None:
+    flags = (*ENGINE, *WIDE_TOKENS, "--simulated-limits-max-sequence-tokens", "40")
+    async with running_mesh(engine_flags=flags) as mesh:
+        stub = router_pb2_grpc.MeshServiceStub(mesh.channel)
+        (free,) = await mesh.client.complete([PROMPTS[0]], max_tokens=9)
+        stopping = {
+            "the context": pb.StoppingConfig(),
+            "max_tokens": pb.StoppingConfig(max_tokens=9),
+            "an end id": pb.StoppingConfig(end_id=free.token_ids[5]),
+            "a stop word": pb.StoppingConfig(stop_token_ids=[pb.TokenIds(ids=free.token_ids[4:6])]),
+        }[end]
+        asked = request(stopping=stopping)
+        uncut = [event async for told in stub.Generate(asked) for event in told.events]
+        tokens = [token for event in uncut for token in event.tokens.token_ids]
+        received = router_pb2.SequenceOffset(token_ids=tokens)
+        resume = router_pb2.ResumeRequest(request=asked, received=[received])
+        cut = [event async for told in stub.Resume(resume) for event in told.events]
+        assert not any(event.HasField("tokens") and event.tokens.token_ids for event in cut)
+        assert cut[-2:] == uncut[-2:]
+        assert cut[-2].HasField("sequence_finished")
+        await mesh.idle()

@@ -34,12 +34,12 @@ from tokenizer.tokenizers_zoo import (
 )
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from trtllm_client import generate, request, stub_of
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.cli.generate import Request, stream
 from trtmesh.cli.streams import choose_printer
 from trtmesh.client.options import build_config
 from trtmesh.engine.admission import admit
 from trtmesh.engine.backend import SequenceEnd, StepOutput, Submission
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT = "The quick brown"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from engine.config_fields import LEAVES, put, sample
 from trtmesh.chassis.parsing import parse_config
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.foreign import sglang, trtllm, vllm
 from trtmesh.engine.backends.foreign.contract import Ask
 from trtmesh.engine.backends.foreign.sequence import Figures, ForeignSequence
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import supported_by
 

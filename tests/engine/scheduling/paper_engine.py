@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from engine.torch.harness import configure
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables
@@ -15,7 +16,6 @@ from trtmesh.engine.scheduling.blocks import NULL_BLOCK, BlockPool
 from trtmesh.engine.scheduling.leases import LeasedBlocks
 from trtmesh.engine.scheduling.scheduler import Scheduler
 from trtmesh.engine.scheduling.sequence import Chunk, ScheduledSequence, SchedulingRules
-from trtmesh.engine.stopping import EndRule
 
 BLOCK = 4
 EMPTY = -1

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from searches import examples
 from trtmesh.chassis.block_hashes import extend_names
 from trtmesh.chassis.errors import BackendFailed
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import KvCache
 from trtmesh.engine.backend import Awaiting, HandedOver, PartFinal, Reserved, SequenceEnd
 from trtmesh.engine.backends.simulated.backend import SimulatedBackend
@@ -30,7 +31,6 @@ from trtmesh.engine.backends.simulated.kv_content import LAYERS, states_of
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence, sequences_of
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.engine.handoff.identity import content_of
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 BLOCKS, SIZE = 8, 4

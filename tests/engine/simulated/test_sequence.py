@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.simulated.sequence import sequences_of
 from trtmesh.engine.backends.simulated.tokens import TokenSource
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 END_ID = 2

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
 from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.filters import Filters
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.stopping import EndRule
 
 CHOOSER = Chooser(ORDERING)
 

@@ -17,12 +17,12 @@ from engine.torch.harness import Harness, configure, module_of, running
 from log_lines import LogLine
 from oracle import tiny_models
 from trtmesh.chassis.errors import BackendFailed, WorkerLost
+from trtmesh.chassis.stopping import End, EndRule
 from trtmesh.engine.backend import StepOutput
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.sampling import choice
 from trtmesh.engine.backends.torch.sampling.choice import adjusted
 from trtmesh.engine.backends.torch.sequence import Sequence
-from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 MARKED = 250

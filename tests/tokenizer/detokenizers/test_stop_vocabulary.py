@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizer.tokenizers_zoo import CORPUS, ZOO, ids_of
 from tokenizers import Tokenizer
 from trtmesh.chassis.stop_texts import NO_SPECIAL_TOKENS, SpecialTokens, StopTexts
-from trtmesh.engine.stopping import StopVocabulary
+from trtmesh.chassis.stopping import StopVocabulary
 from trtmesh.tokenizer.decoding.stop_matcher import StopMatcher
 from trtmesh.tokenizer.detokenizers.base import REPLACEMENT, Detokenizer
 from trtmesh.tokenizer.detokenizers.choice import choose_detokenizer

@@ -14,9 +14,9 @@ from trtmesh.chassis.errors import (
     TokenOutOfVocabulary,
 )
 from trtmesh.chassis.parsing import ELEMENT_BYTES
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, KvCache, PromptTuning
 from trtmesh.engine.backend import BackendInfo, Submission
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import FILTERS
 

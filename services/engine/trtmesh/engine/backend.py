@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.frozen import frozen
+from trtmesh.chassis.stopping import StopVocabulary
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Tensor
-from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
 
 if TYPE_CHECKING:

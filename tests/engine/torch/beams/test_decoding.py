@@ -17,12 +17,12 @@ from oracle.beams import STOPPING, TOKENS, Beams, expected
 from process_constants import patch
 from transformers import PreTrainedModel
 from trtmesh.chassis.errors import InvalidField, OutOfBlocks, TrtmeshError
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.beams.decoding import BeamDecoding
 from trtmesh.engine.backends.torch.beams.search import Extras
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Sequence
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 

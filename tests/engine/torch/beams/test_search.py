@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from trtmesh.chassis import vocabulary
+from trtmesh.chassis.stopping import End, StopVocabulary
 from trtmesh.engine.backends.torch.beams.search import Beams, Hypothesis
-from trtmesh.engine.stopping import End, StopVocabulary
 from trtmesh.v1 import generation_pb2 as pb
 
 END = 0

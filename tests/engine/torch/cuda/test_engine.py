@@ -15,6 +15,7 @@ import torch
 from engine.torch.cuda.launches import recorded
 from engine.torch.harness import Harness, configure, running
 from oracle import tiny_models
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.backends.torch.cuda import chunk_graphs
 from trtmesh.engine.backends.torch.cuda.capturing import Rows
@@ -26,7 +27,6 @@ from trtmesh.engine.backends.torch.cuda.runner import GraphRunner
 from trtmesh.engine.backends.torch.cuda.step_inputs import MOST_CHUNKS
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
-from trtmesh.engine.stopping import EndRule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

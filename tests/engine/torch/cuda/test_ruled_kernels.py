@@ -15,6 +15,7 @@ from engine.torch.harness import configure
 from engine.torch.sampling.test_draws import chi_square, most_by_chance
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, Sampling
 from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.cuda.choice import GraphChoice
@@ -41,7 +42,6 @@ from trtmesh.engine.backends.torch.sampling.filters import (
 )
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Sequence
-from trtmesh.engine.stopping import EndRule
 
 pytestmark = [
     pytest.mark.gpu,

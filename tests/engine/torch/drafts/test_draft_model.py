@@ -18,6 +18,7 @@ from engine.torch.harness import configure, running
 from oracle import tiny_models
 from transformers import AutoModelForCausalLM
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.drafts import drafting
 from trtmesh.engine.backends.torch.drafts.drafter import Wish
@@ -25,7 +26,6 @@ from trtmesh.engine.backends.torch.drafts.patience import PatientDrafter
 from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.stopping import EndRule
 
 NEW = 40
 CONFIGS: list[dict[str, Any]] = [

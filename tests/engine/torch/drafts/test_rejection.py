@@ -13,6 +13,7 @@ from engine.torch.drafts.drafters import AnyLengths, Knowing, draft
 from engine.torch.harness import configure, running
 from oracle import tiny_models
 from trtmesh.chassis.errors import InvalidField
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import Draft, GenerationConfig, Tensor
 from trtmesh.engine.backends.torch.cpu.device import ORDERING
 from trtmesh.engine.backends.torch.memory.tensors import to_message
@@ -20,7 +21,6 @@ from trtmesh.engine.backends.torch.sampling.choice import Chooser
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation, GivenDrafts
 from trtmesh.engine.backends.torch.sampling.filters import Filters
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 SIZE = 24

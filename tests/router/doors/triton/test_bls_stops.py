@@ -1,4 +1,5 @@
-"""A client's stop of a loop over two models, at each moment at which no request of the mesh runs for it."""
+"""The end of a loop over two models: by a full context, and by a client's stop, at each moment at which no request of
+the mesh runs for it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ BLS = "tensorrt_llm_bls"
 
 
 async def answer(engine: ScriptedEngine, token: int) -> None:
-    """Gives each item the token up to its length, and ends at once what is stopped."""
+    """Gives each item the token up to its length or the context's, and ends at once what is stopped."""
     done, stopped = 0, 0
     while True:
         await asyncio.sleep(0.002)
@@ -34,6 +35,8 @@ async def answer(engine: ScriptedEngine, token: int) -> None:
             done += 1
             first = submit.emitted_tokens
             count = submit.config.stopping.max_tokens - first
+            if most := engine.description.max_sequence_tokens:
+                count = min(count, most - len(submit.token_ids))
             await engine.step(
                 (submit.handle, first, [token] * count), ends=[(submit.handle, LENGTH)]
             )
@@ -42,9 +45,14 @@ async def answer(engine: ScriptedEngine, token: int) -> None:
             await engine.step(ends=[stop])
 
 
-async def looped(stack: AsyncExitStack) -> tuple[RouterClient, list[ScriptedEngine]]:
+async def looped(
+    stack: AsyncExitStack, **description: int
+) -> tuple[RouterClient, list[ScriptedEngine]]:
     """A router of two models that answer, with a loop."""
-    engines = [ScriptedEngine(worker=name, model=name, supported_fields=FIELDS) for name in NAMES]
+    engines = [
+        ScriptedEngine(worker=name, model=name, supported_fields=FIELDS, **description)
+        for name in NAMES
+    ]
     tokenizers = [ScriptedTokenizer(model=name) for name in NAMES]
     models = {BLS: {"template": BLS, "draft_model": "small"}}
     client = await stack.enter_async_context(
@@ -87,3 +95,12 @@ async def test_a_stop_between_two_rounds_ends_the_loop(
         assert response.text == (f"ab{'AAA' * verified}." if verified else "")
         # The round that the stop found is the last, and no drafts are asked for after it.
         assert [len(engine.submits) for engine in engines] == [verified, (moment + 1) // 2]
+
+
+async def test_a_full_context_ends_the_loop() -> None:
+    async with AsyncExitStack() as stack:
+        client, engines = await looped(stack, max_sequence_tokens=7)
+        asked = {"text_input": "ab", "max_tokens": 30, "num_draft_tokens": 2}
+        response = await Triton(client.addresses[0]).infer(BLS, asked)
+        assert response.text == "abAAAAA."
+        assert len(engines[0].submits) == 2

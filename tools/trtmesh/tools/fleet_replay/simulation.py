@@ -23,6 +23,7 @@ from itertools import count
 from random import Random
 
 from trtmesh.chassis.adapter_content import number_of
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, Output, Stopping
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backend import (
@@ -35,7 +36,6 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
 from trtmesh.engine.scheduling.leases import Outgoing
-from trtmesh.engine.stopping import EndRule
 from trtmesh.router.kv_index import KvIndex
 from trtmesh.router.placement import (
     POLICIES,

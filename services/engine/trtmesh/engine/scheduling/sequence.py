@@ -9,12 +9,12 @@ from typing import Generic, Self, TypeVar
 
 from trtmesh.chassis.block_hashes import ROOT_HASH
 from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backend import SequenceEnd
 from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.engine.scheduling.leases import Outgoing
-from trtmesh.engine.stopping import EndRule
 
 PRIORITY_STEPS = 256
 """A point of priority is worth so many steps of waiting."""

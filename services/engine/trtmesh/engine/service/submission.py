@@ -5,11 +5,11 @@ from __future__ import annotations
 from trtmesh.chassis.errors import Draining, InvalidField, UnsupportedField
 from trtmesh.chassis.parsing import ELEMENT_BYTES, parse_config, refuse_unsupported
 from trtmesh.chassis.revisions import SCHEMA_REVISION, refuse_unknown
+from trtmesh.chassis.stopping import StopVocabulary
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.handoff.lease import check_lease_id, lease_seconds
 from trtmesh.engine.service.streams import LoadedEngine
-from trtmesh.engine.stopping import StopVocabulary
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import LIMITS

@@ -17,7 +17,7 @@ from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.adapters.registry import VersionKey
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
-from trtmesh.router.fleet.worker_capabilities import Fingerprints, cuts_short
+from trtmesh.router.fleet.worker_capabilities import Fingerprints, WorkerCapabilities, cuts_short
 from trtmesh.router.kv_index import KvIndex, PromptBlocks
 from trtmesh.router.links.replica import ReplicaState
 from trtmesh.router.metrics import RouterMetrics
@@ -226,6 +226,15 @@ class Fleet:
     def check_length(self, model: str, tokens: int, *, or_more: bool = False) -> None:
         """Raises PromptTooLong if the model has usable workers and none takes so many tokens, `or_more`."""
         check_length(self._longest_sequence(model), model, tokens, or_more=or_more)
+
+    def longest(self, model: str) -> WorkerCapabilities | None:
+        """What the usable worker of the model that takes the longest sequences can do; None without one."""
+        usable = [
+            w.capabilities
+            for w in self.workers.values()
+            if w.description.model == model and not w.unusable
+        ]
+        return max(usable, key=lambda able: able.longest_sequence, default=None)
 
     def most_prompt_tokens(self, model: str) -> int:
         """Most tokens of a prompt that `check_length` allows; 0 without a limit."""
@@ -454,9 +463,11 @@ class Fleet:
     def shorter_than(self, worker: Worker, tokens: int) -> dict[str, str]:
         """The workers that would cut short a sequence of `worker` of up to `tokens`, its prompt included, and why."""
         return {
-            address: f"it ends sequences at {other.longest_sequence} tokens"
+            address: f"it ends sequences at {other.capabilities.longest_sequence} tokens"
             for address, other in self.workers.items()
-            if cuts_short(other.longest_sequence, worker.longest_sequence, tokens)
+            if cuts_short(
+                other.capabilities.longest_sequence, worker.capabilities.longest_sequence, tokens
+            )
         }
 
     def changed(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -234,16 +233,6 @@ class Worker(Replica):
     def hands_over(self) -> bool:
         """Whether running sequences are on their way off the worker, with their KV."""
         return bool(self._handing_over and self.sequences and self.leases)
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens at which it ends a sequence that is alone there."""
-        blocks, able = self.load.total_blocks, self.capabilities
-        # The last token's KV is never computed.
-        room = (
-            blocks * able.tokens_per_block + 1 if blocks and able.tokens_per_block else sys.maxsize
-        )
-        return min(able.max_sequence_tokens, room)
 
     @property
     def expecting(self) -> bool:

@@ -66,6 +66,10 @@ class WorkerCapabilities:
     """Whether it resumes sequences exactly."""
     supported_fields: frozenset[str] = frozenset()
     max_sequence_tokens: int = sys.maxsize
+    longest_sequence: int = sys.maxsize
+    """Tokens at which it ends a sequence that is alone there."""
+    end_ids: tuple[int, ...] = ()
+    """The model's."""
     max_sequences: int = sys.maxsize
     """Most sequences of an item."""
     max_beams: int = sys.maxsize
@@ -89,6 +93,8 @@ class WorkerCapabilities:
             engine.resumes_exactly,
             with_texts(engine.supported_fields),
             engine.max_sequence_tokens or sys.maxsize,
+            longest_sequence(engine),
+            tuple(engine.end_ids),
             max_sequences,
             min(max_sequences, engine.max_batch_size or sys.maxsize),
             most_present(engine),
@@ -123,6 +129,12 @@ def cuts_short(most: int, former: int, tokens: int) -> bool:
     """Whether a worker of `most` tokens a sequence ends one of up to `tokens`, its prompt included, before a worker of
     `former` tokens does."""
     return most < min(former, tokens)
+
+
+def longest_sequence(engine: pb.GetEngineResponse) -> int:
+    # The last token's KV is never computed.
+    room = engine.total_blocks * engine.tokens_per_block + 1
+    return min(engine.max_sequence_tokens or sys.maxsize, room if room > 1 else sys.maxsize)
 
 
 def most_present(engine: pb.GetEngineResponse) -> int:

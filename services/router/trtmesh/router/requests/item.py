@@ -20,11 +20,13 @@ from functools import partial
 from typing import Any
 
 from trtmesh.chassis.errors import AdapterNotFound, Draining, HandoffFailed, NoWorker, TrtmeshError
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.tasks import until_all_end, until_first_ends
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.admission import Permit
 from trtmesh.router.fleet.plan import Leg, Plan
 from trtmesh.router.fleet.worker import Worker
+from trtmesh.router.fleet.worker_capabilities import WorkerCapabilities
 from trtmesh.router.handoffs.client_halves import state_of
 from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
 from trtmesh.router.handoffs.live_handoff import NO_LEASE, Lease
@@ -99,6 +101,8 @@ class ItemRun:
         """Monotonic time of a complete item's end."""
         self.stage = "admit"
         self._worker: Worker | None = None
+        self._able: WorkerCapabilities | None = None
+        """What the latest worker could do when it took the item."""
 
     async def run(self) -> None:
         """Runs the item from admission to the terminal event."""
@@ -153,7 +157,7 @@ class ItemRun:
         """Waits for a sibling with the same prefix, then opens sequences resumed from another router, or from the state
         of a first half."""
         self.stage = "place"
-        received = self._context.received.longest(self._item.batch_index) if self._resumed else 0
+        received = self._context.received.longest(self._item.batch_index)
         # Before received tokens are given to a tokenizer.
         await self._placer.prepare(self._encoded, received)
         if self._resumed:
@@ -175,6 +179,8 @@ class ItemRun:
             waiting = self._waiting
             if not self._may_be_placed or (self._handoffs and self._handoffs.resume(waiting)):
                 continue
+            if waiting and self._end_complete(waiting):
+                continue
             try:
                 plan = self._placer.place(self._encoded, waiting)
             except (NoWorker, AdapterNotFound) as error:
@@ -188,6 +194,27 @@ class ItemRun:
                 plan.release()
                 raise
             plan.release()
+
+    def _end_complete(self, waiting: Sequence[SequenceRun]) -> bool:
+        """Ends sequences that their last token completed, whose worker, or router, was lost before it said so. Returns
+        whether there are any."""
+        if self._is_half or self._item.config.beam_search.beam_width > 1:
+            # Their ends bring more than tokens.
+            return False
+        begun = [run for run in waiting if run.token_ids]
+        able = self._able or self._mesh.fleet.longest(self._context.model)
+        if not begun or able is None:
+            return False
+        rule = EndRule(
+            self._item.config.stopping,
+            (*able.end_ids, *self._encoded.end_ids),
+            0,
+            min(able.longest_sequence - self.prompt_tokens, begun[0].most_tokens),
+        )
+        ends = [(run, end) for run in begun if (end := rule.end_after(run.token_ids))]
+        for run, end in ends:
+            run.end_as(*end)
+        return bool(ends)
 
     def _next_news(self) -> asyncio.Future[None]:
         """Done once the item must look at its state again."""
@@ -507,7 +534,8 @@ class ItemRun:
         self._note_worker(leg.worker, self._runs, NO_LEASE)
 
     def _note_worker(self, worker: Worker, taken: Sequence[SequenceRun], lease: Lease) -> None:
-        self._worker, context, config = worker, self._context, self._item.config
+        self._worker, self._able = worker, worker.capabilities
+        context, config = self._context, self._item.config
         if self._receipt is not None:
             by_handoff = bool(lease.receiver or lease.state)
             self._receipt.took(worker, self._runs, taken, by_handoff=by_handoff)

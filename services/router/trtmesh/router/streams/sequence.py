@@ -281,12 +281,15 @@ class SequenceTimes:
             self.latencies.time_per_output_token.observe(seconds, trace_id=self.trace_id)
 
     def corrected(self, metrics: pb.PerfMetrics, scheduled_ns: int) -> pb.PerfMetrics:
-        """The last worker's metrics of a moved sequence, with arrival and first token as this router saw them, and with
-        the start on the first worker if known."""
+        """The last worker's metrics of a moved sequence, with arrival and first token as this router saw them, with the
+        start on the first worker if known, and with the last token as seen here if the worker was lost before the
+        end."""
         corrected = pb.PerfMetrics()
         corrected.CopyFrom(metrics)
         to_unix = time.time() - asyncio.get_running_loop().time()
         corrected.arrival_time_ns = int((self.arrival + to_unix) * 1e9)
+        if not metrics.last_token_time_ns and self.last_token:
+            corrected.last_token_time_ns = int((self.last_token + to_unix) * 1e9)
         if self.first_token:
             corrected.first_token_time_ns = int((self.first_token + to_unix) * 1e9)
             corrected.first_scheduled_time_ns = min(
@@ -491,6 +494,12 @@ class SequenceRun(DecodedSequence):
             self._settle()
         else:
             self.decoder.finish(self)
+
+    def end_as(self, reason: pb.FinishReason.ValueType, stop_token_ids: Sequence[int]) -> None:
+        """Ends a sequence that its last token completed, as its worker would have done had it not been lost."""
+        self.moved = True
+        metrics = pb.PerfMetrics() if self._item.config.output.perf_metrics else None
+        self.on_end(End(reason, stop_token_ids=stop_token_ids, perf_metrics=metrics))
 
     def _on_handoff(self, end: End) -> None:
         """The worker keeps the KV; another one continues, unless the text is complete."""

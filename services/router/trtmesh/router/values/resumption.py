@@ -39,14 +39,13 @@ class Received:
         return any(index == batch_index for index, _ in self.sequences)
 
     def longest(self, batch_index: int) -> int:
-        """Most received tokens of a sequence of an item to continue. The last token of a finished sequence does not
-        count, because no token follows."""
+        """Most received tokens of a sequence of an item to continue, but for the last: it may be the end."""
         lengths = (
-            len(sequence.token_ids) - (sequence.reason is not None)
+            len(sequence.token_ids)
             for (index, _), sequence in self.sequences.items()
             if index == batch_index
         )
-        return max(lengths, default=0)
+        return max(0, max(lengths, default=0) - 1)
 
 
 NOTHING = Received()

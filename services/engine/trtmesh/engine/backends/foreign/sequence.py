@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError, WorkerLost
+from trtmesh.chassis.stopping import End, EndRule
 from trtmesh.engine.backend import (
     MAX_STATE_BYTES,
     HandoffState,
@@ -23,7 +24,6 @@ from trtmesh.engine.backends.foreign.contract import Ask, News
 from trtmesh.engine.backends.foreign.sampling import bad_ids_of, bias_of, seed_of
 from trtmesh.engine.guides import plain
 from trtmesh.engine.ledger import SequenceTimes
-from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 
@@ -55,7 +55,9 @@ class ForeignSequence:
         self.call_id = call_id
         self.tokens = list(item.token_ids)
         """Prompt and generated tokens."""
-        self.found: End | None = rule.end_after(self.tokens) if item.emitted_tokens else None
+        self.found: tuple[int, tuple[int, ...]] | None = (
+            rule.end_after(self.tokens) if item.emitted_tokens else None
+        )
         """The sequence's end, once known."""
         self.aborted = False
         """Whether the engine was told to end the sequence."""

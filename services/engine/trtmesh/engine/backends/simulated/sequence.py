@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.block_hashes import root_hash
+from trtmesh.chassis.stopping import End, EndRule
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backend import Submission
 from trtmesh.engine.backends.simulated.tokens import CHUNK, TokenSource, stream_key
 from trtmesh.engine.scheduling.leases import Outgoing
 from trtmesh.engine.scheduling.sequence import ScheduledSequence
-from trtmesh.engine.stopping import End, EndRule
 
 if TYPE_CHECKING:
     # Needs numpy, which a simulation does without.

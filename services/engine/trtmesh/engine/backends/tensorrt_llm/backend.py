@@ -29,6 +29,7 @@ from trtmesh.chassis.errors import (
     UnsupportedField,
     WorkerLost,
 )
+from trtmesh.chassis.stopping import End
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.engine.admission import admit, check_queue
 from trtmesh.engine.backend import (
@@ -55,7 +56,6 @@ from trtmesh.engine.backends.tensorrt_llm.model_files import ModelFiles, read_mo
 from trtmesh.engine.backends.tensorrt_llm.sequences import LibrarySequence, LiveItem, sequences_of
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.engine.ledger import Ledger
-from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from trtmesh.chassis.errors import HandoffFailed, InvalidField, InvalidRequest, UnsupportedField
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, GuidedDecoding, IdSequence
 from trtmesh.engine import admission
 from trtmesh.engine.backend import Submission
@@ -20,7 +21,6 @@ from trtmesh.engine.backends.tensorrt_llm.handoff import context_params, generat
 from trtmesh.engine.backends.tensorrt_llm.library import Library
 from trtmesh.engine.backends.tensorrt_llm.settings import TensorRtLlmSettings
 from trtmesh.engine.guides import check_new, plain
-from trtmesh.engine.stopping import EndRule
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1.generation_fields import FILTERS
 

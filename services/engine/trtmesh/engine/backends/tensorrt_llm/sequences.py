@@ -10,6 +10,7 @@ from typing import Any
 
 from trtmesh.chassis.errors import BackendFailed, HandoffFailed, TrtmeshError
 from trtmesh.chassis.log_prob_sums import next_sum
+from trtmesh.chassis.stopping import End, EndRule
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.adapter_store import StoredAdapter
 from trtmesh.engine.backend import (
@@ -31,7 +32,6 @@ from trtmesh.engine.backends.tensorrt_llm.details import (
 )
 from trtmesh.engine.backends.tensorrt_llm.load import Counts
 from trtmesh.engine.ledger import SequenceTimes
-from trtmesh.engine.stopping import End, EndRule
 from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT_DONE = ("not_finished", "length")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.block_hashes import root_hash
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.engine.backend import SequenceStart, StepOutput, Submission, TokenDetails
 from trtmesh.engine.backends.torch.guided.grammars import Grammar
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation, GivenDrafts
@@ -14,7 +15,6 @@ from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.scheduling import sequence as scheduled
 from trtmesh.engine.scheduling.leases import Outgoing
 from trtmesh.engine.scheduling.sequence import ScheduledSequence
-from trtmesh.engine.stopping import EndRule
 
 if TYPE_CHECKING:
     from trtmesh.engine.backends.torch.memory.adapters import LoadedAdapter

@@ -73,6 +73,8 @@ class BlsLoop:
         seconds = caller.remaining_seconds
         self._deadline = None if seconds is None else _now() + seconds
         self._emitted: list[int] = []
+        self._asked = 0
+        """Most tokens after the round: fewer if the context is full, which ends the request."""
         self._log_prob: float | None = None
         self._perf: list[pb.PerfMetrics] = []
         self._stopped = self._failed = False
@@ -149,7 +151,8 @@ class BlsLoop:
         ]
         if finished[0].HasField("perf_metrics"):
             self._perf.append(finished[0].perf_metrics)
-        if finished[0].reason == pb.FINISH_REASON_LENGTH and len(self._emitted) < self._most:
+        is_cut = finished[0].reason == pb.FINISH_REASON_LENGTH
+        if is_cut and len(self._emitted) == self._asked < self._most:
             if sequences[0].HasField("cumulative_log_prob"):
                 self._log_prob = sequences[0].cumulative_log_prob
             return False
@@ -206,8 +209,8 @@ class BlsLoop:
 
     def _verifying(self, drafts: SequenceOutput) -> GenerationRequest:
         """Asks for the drafts that hold and a token more; for all tokens once there are no drafts."""
-        most = len(self._emitted) + len(drafts.token_ids) + 1 if self._length else self._most
-        message = self._continuing(most)
+        self._asked = len(self._emitted) + len(drafts.token_ids) + 1 if self._length else self._most
+        message = self._continuing(self._asked)
         if drafts.token_ids:
             message.draft.token_ids.extend([*self._emitted, *drafts.token_ids])
         if drafts.logits:

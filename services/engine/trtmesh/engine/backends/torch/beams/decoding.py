@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trtmesh.chassis.errors import InvalidRequest, TrtmeshError
+from trtmesh.chassis.stopping import End
 from trtmesh.chassis.vocabulary import Tensor as TensorValue
 from trtmesh.engine.backend import SequenceEnd, SequenceStart, StepOutput, TokenDetails
 from trtmesh.engine.backends.torch.beams.search import Beams, Extras, Hypothesis
@@ -27,7 +28,6 @@ from trtmesh.engine.backends.torch.sampling.choice import most_likely
 from trtmesh.engine.backends.torch.sampling.token_rules import BANS
 from trtmesh.engine.backends.torch.sequence import Sequence
 from trtmesh.engine.scheduling.sequence import Pairs
-from trtmesh.engine.stopping import End
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:

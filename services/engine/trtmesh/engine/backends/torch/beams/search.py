@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from trtmesh.chassis import vocabulary
 from trtmesh.chassis.log_prob_sums import next_sum
+from trtmesh.chassis.stopping import End, StopVocabulary
 from trtmesh.engine.backend import TopLogProbs
-from trtmesh.engine.stopping import End, StopVocabulary
 from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trtmesh.chassis.errors import ModelUnusable
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
 from trtmesh.engine.backends.torch.compute.device import Device
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
@@ -20,7 +21,6 @@ from trtmesh.engine.backends.torch.model import attention
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
-from trtmesh.engine.stopping import EndRule
 
 CHUNKS = (7, 9, 1, 1, 5)
 MATE_CHUNKS = (3, 1, 1, 4, 2)

@@ -10,6 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 from torch import Tensor
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
 from trtmesh.engine.backend import PromptDetails
 from trtmesh.engine.backends.torch.compute.device import Compute
@@ -18,7 +19,6 @@ from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling import sequence as scheduled
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
-from trtmesh.engine.stopping import EndRule
 
 
 class Kind(IntEnum):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 from trtmesh.chassis.log_prob_sums import next_sum
+from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import Sampling
 from trtmesh.engine.backends.torch.guided.grammars import Grammar, Guide
 from trtmesh.engine.backends.torch.sampling.token_rules import Ids, TokenRules
-from trtmesh.engine.stopping import EndRule
 
 if TYPE_CHECKING:
     # An engine reads its files before it takes the time to import torch.

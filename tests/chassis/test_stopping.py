@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
+from trtmesh.chassis.stopping import End, EndRule, StopVocabulary
 from trtmesh.chassis.vocabulary import Stopping
-from trtmesh.engine.stopping import End, EndRule, StopVocabulary
 from trtmesh.v1 import generation_pb2 as pb
 
 PROMPT = [9, 9]

@@ -8,7 +8,7 @@ from trtmesh.chassis.stop_texts import StopTexts
 from trtmesh.chassis.vocabulary import Stopping
 from trtmesh.v1 import generation_pb2 as pb
 
-End = tuple[int, tuple[int, ...]]
+End = tuple["pb.FinishReason.ValueType", tuple[int, ...]]
 """A FinishReason and the ids at the end of the sequence."""
 
 
