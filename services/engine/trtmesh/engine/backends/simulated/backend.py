@@ -37,7 +37,7 @@ from trtmesh.engine.backends.simulated.kv_content import LAYERS, KvContent
 from trtmesh.engine.backends.simulated.sequence import sequences_of
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
 from trtmesh.engine.backends.simulated.side_channel import SideChannel
-from trtmesh.engine.backends.simulated.states import KeptStates, RemoteState, UnusableState
+from trtmesh.engine.backends.simulated.states import KeptStates, RemoteState
 from trtmesh.engine.backends.simulated.tokens import TokenSource
 from trtmesh.engine.kv_memory import KvMemory
 from trtmesh.v1 import engine_pb2 as epb
@@ -97,7 +97,7 @@ class SimulatedBackend:
     def submit(self, item: Submission) -> None:
         engine = self._engine
         rule = admit(item, self._info)
-        state = _state_in(item)
+        state = RemoteState.read(item.handoff_state) if item.handoff_state else None
         running = len(engine.scheduler.running)
         check_queue(item, self._info, engine.present_sequences, running)
         lora = item.config.lora
@@ -109,7 +109,8 @@ class SimulatedBackend:
         engine.add(sequences)
         if state and sequences[0].lives:
             seconds = self._settings.handoff.transfer_ms / 1000
-            self._side_channel.fetch(state, seconds, partial(self._pulled, item.keys[0]))
+            pulled = partial(self._pulled, item.keys[0], state)
+            self._side_channel.fetch(state, seconds, pulled)
         self._go_on()
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:
@@ -175,18 +176,18 @@ class SimulatedBackend:
         self._engine.drop(lease_id)
         self._go_on()
 
-    def _give_away(self, lease_id: str) -> Content | None:
+    def _give_away(self, lease_id: str) -> bool:
         """Another process pulls KV."""
         if self._frozen or not self._states:
-            return None
-        content = self._states.pull(lease_id)
+            return False
+        is_kept = self._states.pull(lease_id)
         self._go_on()
-        return content
+        return is_kept
 
-    def _pulled(self, key: int, found: Content | UnusableState) -> None:
+    def _pulled(self, key: int, state: RemoteState, error: HandoffFailed | None) -> None:
         """The library has the KV of a sequence, or cannot have it."""
         if not self._frozen:
-            self._engine.pulled(key, found)
+            self._engine.pulled(key, error or Content(state.tokens, state.digest))
             self._go_on()
 
     async def close(self) -> None:
@@ -273,16 +274,6 @@ class SimulatedBackend:
                 )
             )
         return self._frozen
-
-
-def _state_in(item: Submission) -> RemoteState | None:
-    """The state of an item, if it has one. Raises HandoffFailed."""
-    if not item.handoff_state:
-        return None
-    try:
-        return RemoteState.read(item.handoff_state)
-    except UnusableState as error:
-        raise HandoffFailed(f"the handoff state {error}") from error
 
 
 def _info(settings: SimulatedSettings) -> BackendInfo:

@@ -206,7 +206,7 @@ class SimulatedEngine:
         self.changed = True
         self._lose_kv(self.handoffs.drop(lease_id))
 
-    def pulled(self, key: int, found: Content | Exception) -> None:
+    def pulled(self, key: int, found: Content | HandoffFailed) -> None:
         """Starts the sequence of pulled KV, or ends a sequence without KV."""
         sequence = self._ledger.live.get(key)
         if sequence is None:
@@ -214,8 +214,9 @@ class SimulatedEngine:
         if found == content_of(sequence.root, sequence.tokens[:-1]):
             self._pulled.append(sequence)
             return
-        why = found if isinstance(found, Exception) else "names the KV of other tokens"
-        self._end(sequence, pb.FINISH_REASON_ERROR, error=HandoffFailed(f"the handoff state {why}"))
+        if not isinstance(found, HandoffFailed):
+            found = HandoffFailed("the handoff state names the KV of other tokens")
+        self._end(sequence, pb.FINISH_REASON_ERROR, error=found)
 
     def hand_over(self, key: int, lease_id: str) -> None:
         """Hands a running sequence over after the next token."""

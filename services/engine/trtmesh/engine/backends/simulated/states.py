@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Self
 
-from trtmesh.chassis.json_text import load_json
-from trtmesh.engine.backend import Content, HandoffState
+from pydantic import BaseModel, ConfigDict, ValidationError
+from trtmesh.chassis.errors import HandoffFailed
+from trtmesh.engine.backend import HandoffState
 from trtmesh.engine.backends.simulated.handoffs import WrittenHandoffs
 from trtmesh.engine.backends.simulated.kv_content import KvContent
 from trtmesh.engine.backends.simulated.sequence import SimulatedSequence
@@ -18,44 +18,25 @@ from trtmesh.engine.scheduling.leases import LeasedBlocks
 from trtmesh.engine.scheduling.scheduler import Scheduler
 from trtmesh.engine.scheduling.sequence import Chunk
 
-PULL_BYTES = 256
-"""Most bytes of a line between two libraries."""
 
-
-class UnusableState(Exception):
-    """A state that this library cannot continue from."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteState:
+class RemoteState(BaseModel):
     """KV that another process keeps, as its state names it."""
+
+    model_config = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")
 
     port: int
     """Of the process, on this host."""
     lease_id: str
-
-    def write(self) -> bytes:
-        return json.dumps({"port": self.port, "lease_id": self.lease_id}).encode()
+    tokens: int
+    digest: bytes
 
     @classmethod
-    def read(cls, content: bytes) -> RemoteState:
-        """Raises UnusableState."""
+    def read(cls, content: bytes) -> Self:
+        """Raises HandoffFailed."""
         try:
-            fields = load_json(content)
-            port, lease_id = fields["port"], fields["lease_id"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UnusableState("is none of this backend") from error
-        if not (isinstance(port, int) and isinstance(lease_id, str)):
-            raise UnusableState("is none of this backend")
-        return cls(port, lease_id)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """KV for another process, until the timer frees it."""
-
-    content: Content
-    timer: asyncio.TimerHandle
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            raise HandoffFailed("the handoff state is none of this backend") from error
 
 
 class KeptStates(WrittenHandoffs):
@@ -69,7 +50,8 @@ class KeptStates(WrittenHandoffs):
         self.port = 0
         """Where other processes pull; 0 before the start."""
         self._kept_seconds = kept_seconds
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, asyncio.TimerHandle] = {}
+        """KV for other processes, by lease, until the timer frees it."""
         self._ending: dict[int, HandoffState] = {}
         """States of sequences that end now, by key."""
 
@@ -88,22 +70,24 @@ class KeptStates(WrittenHandoffs):
         self._scheduler.pool.hold(blocks)
         self._leases[lease_id] = LeasedBlocks(blocks)
         timer = asyncio.get_running_loop().call_later(self._kept_seconds, self.drop, lease_id)
-        self._kept[lease_id] = _Kept(content_of(sequence.root, tokens), timer)
-        state = RemoteState(self.port, lease_id).write()
-        self._ending[sequence.key] = HandoffState(state, self._kept_seconds)
+        self._kept[lease_id] = timer
+        kv = content_of(sequence.root, tokens)
+        state = RemoteState(port=self.port, lease_id=lease_id, tokens=kv.tokens, digest=kv.digest)
+        content = state.model_dump_json().encode()
+        self._ending[sequence.key] = HandoffState(content, self._kept_seconds)
 
     def state_of(self, sequence: SimulatedSequence) -> HandoffState | None:
         return self._ending.pop(sequence.key, None)
 
-    def pull(self, lease_id: str) -> Content | None:
-        """Gives KV away, once; None for unknown KV."""
-        kept = self._kept.get(lease_id)
+    def pull(self, lease_id: str) -> bool:
+        """Gives KV away, once. Returns whether it was kept."""
+        is_kept = lease_id in self._kept
         self.drop(lease_id)
-        return kept.content if kept else None
+        return is_kept
 
     def drop(self, lease_id: str) -> list[SimulatedSequence]:
-        if kept := self._kept.pop(lease_id, None):
-            kept.timer.cancel()
+        if timer := self._kept.pop(lease_id, None):
+            timer.cancel()
         return super().drop(lease_id)
 
     def close(self) -> None:
