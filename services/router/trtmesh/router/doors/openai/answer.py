@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -132,16 +131,17 @@ class Writer(Protocol):
         """The last events of a stream with errors, after the choices of other prompts."""
 
 
-class Gathered(Protocol):
-    def add(self, piece: Piece) -> None:
-        """Takes a piece."""
+class Gathered(NamedTuple):
+    """All of an answer."""
 
-    @property
-    def scored(self) -> Iterable[Scored]:
-        """All tokens with log-probabilities."""
+    pieces: Sequence[Piece]
+    usage: Consumption
+    bytes_of: Mapping[int, bytes]
 
-    def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
-        """The answer as JSON."""
+
+def scored_of(pieces: Iterable[Piece]) -> list[Scored]:
+    """All tokens with log-probabilities."""
+    return [token for piece in pieces for token in piece.scored or ()]
 
 
 class Choices(ABC):
@@ -156,8 +156,25 @@ class Choices(ABC):
     def writer(self, wanted: Wanted, frame: Frame) -> Writer:
         return StreamedAnswer(wanted, self, frame)
 
-    def gathered(self, wanted: Wanted, frame: Frame) -> Gathered:
-        return WholeAnswer(wanted, self, frame)
+    def answer(self, wanted: Wanted, frame: Frame, gathered: Gathered) -> bytes:
+        own: list[list[Piece]] = [[] for _ in range(wanted.choices)]
+        for piece in gathered.pieces:
+            own[piece.choice].append(piece)
+        choices = []
+        for index, parts in enumerate(own):
+            whole = Piece(
+                index,
+                "".join(each.text for each in parts),
+                [token for each in parts for token in each.token_ids],
+                parts[-1].finish_reason if parts else None,
+                scored_of(parts) if wanted.has_log_probs else None,
+                [said for each in parts for said in each.said],
+            )
+            texts = TokenTexts(wanted.tokens_as_ids, gathered.bytes_of)
+            choices.append(self.choice(whole, texts) | wanted.extras(whole))
+        return orjson.dumps(
+            frame.of(self.whole) | {"choices": choices, "usage": gathered.usage.told()}
+        )
 
     @abstractmethod
     def opening(self, choice: int) -> dict[str, Any] | None:
@@ -297,39 +314,6 @@ class Frame:
 
     def of(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-class WholeAnswer:
-    def __init__(self, wanted: Wanted, form: Choices, frame: Frame) -> None:
-        self._wanted, self._form, self._frame = wanted, form, frame
-        self._texts: list[list[str]] = [[] for _ in range(wanted.choices)]
-        self._token_ids: list[list[int]] = [[] for _ in range(wanted.choices)]
-        self._scored: list[list[Scored]] = [[] for _ in range(wanted.choices)]
-        self._reasons: list[str | None] = [None] * wanted.choices
-        self._said: list[list[AnswerPart]] = [[] for _ in range(wanted.choices)]
-
-    def add(self, piece: Piece) -> None:
-        self._texts[piece.choice].append(piece.text)
-        self._said[piece.choice] += piece.said
-        self._token_ids[piece.choice] += piece.token_ids
-        self._scored[piece.choice] += piece.scored or ()
-        self._reasons[piece.choice] = piece.finish_reason
-
-    @property
-    def scored(self) -> Iterable[Scored]:
-        return chain.from_iterable(self._scored)
-
-    def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
-        choices = [self._choice(index, bytes_of) for index in range(self._wanted.choices)]
-        answer = self._frame.of(self._form.whole)
-        return orjson.dumps(answer | {"choices": choices, "usage": usage.told()})
-
-    def _choice(self, index: int, bytes_of: Mapping[int, bytes]) -> dict[str, Any]:
-        found = self._scored[index] if self._wanted.has_log_probs else None
-        text, token_ids = "".join(self._texts[index]), self._token_ids[index]
-        piece = Piece(index, text, token_ids, self._reasons[index], found, self._said[index])
-        texts = TokenTexts(self._wanted.tokens_as_ids, bytes_of)
-        return self._form.choice(piece, texts) | self._wanted.extras(piece)
 
 
 class StreamedAnswer:

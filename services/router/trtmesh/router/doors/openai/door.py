@@ -25,7 +25,16 @@ from trtmesh.router.doors.http.authorising import IDENTITY, Handler
 from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.http.port import HttpPort
-from trtmesh.router.doors.openai.answer import Events, Frame, Gathered, Piece, Wanted, Writer
+from trtmesh.router.doors.openai.answer import (
+    Consumption,
+    Events,
+    Frame,
+    Gathered,
+    Piece,
+    Wanted,
+    Writer,
+    scored_of,
+)
 from trtmesh.router.doors.openai.answer_parser import THINK, THOUGHT
 from trtmesh.router.doors.openai.chat import GUIDE, Chats
 from trtmesh.router.doors.openai.completions import Completions
@@ -74,8 +83,8 @@ class Endpoint(Protocol):
     def writer(self, wanted: Wanted, frame: Frame) -> Writer:
         """Writes its answer as a stream."""
 
-    def gathered(self, wanted: Wanted, frame: Frame) -> Gathered:
-        """Gathers its answer."""
+    def answer(self, wanted: Wanted, frame: Frame, gathered: Gathered) -> bytes:
+        """A whole answer as JSON."""
 
 
 DOOR = "openai"
@@ -154,9 +163,9 @@ class OpenAi:
             with begun as call:
                 opening = self._requests.open(asked, None, owner, origin)
                 frame = Frame(f"{endpoint.id_prefix}{request_id}", wanted.model)
+                reader = TemplateAnswers(wanted, self._tokenizers)
                 if wanted.streamed:
                     writer = endpoint.writer(wanted, frame)
-                    reader = TemplateAnswers(wanted, self._tokenizers)
                     stream = EventStream(
                         request, wanted, writer, reader, self._token_bytes, self._metrics
                     )
@@ -172,14 +181,13 @@ class OpenAi:
                         # Broad on purpose: cut off without an event, a stream would seem whole to many clients.
                         log.exception("a stream failed unexpectedly")
                         return await stream.fail(InternalError(f"{type(error).__name__}: {error}"))
-                whole = endpoint.gathered(wanted, frame)
-                reader = TemplateAnswers(wanted, self._tokenizers)
                 async with RunningCall(call, opening) as live:
-                    events = await _collect(live, wanted, reader, whole)
+                    pieces, usage = await _collect(live, wanted, reader)
                 self._metrics.client_messages += 1
-                bytes_of = await self._token_bytes.of(wanted.request.model, whole.scored)
-                write = partial(whole.written, events.usage, bytes_of)
-                cost = SCORED_COST * sum(1 + len(each.top) for each in whole.scored)
+                scored = scored_of(pieces)
+                bytes_of = await self._token_bytes.of(wanted.request.model, scored)
+                write = partial(endpoint.answer, wanted, frame, Gathered(pieces, usage, bytes_of))
+                cost = SCORED_COST * sum(1 + len(each.top) for each in scored)
                 body = await self._bodies.written(cost, write)
         return named(request, web.Response(body=body, content_type="application/json"))
 
@@ -239,17 +247,16 @@ async def _refuse_embeddings(_: web.Request) -> web.StreamResponse:
 
 
 async def _collect(
-    live: LiveRequest, wanted: Wanted, reader: TemplateAnswers, whole: Gathered
-) -> Events:
+    live: LiveRequest, wanted: Wanted, reader: TemplateAnswers
+) -> tuple[list[Piece], Consumption]:
     """Gathers a whole answer. Raises the first error of an item, which ends the others: an answer has no place for
     it."""
-    events = Events(wanted)
+    events, pieces = Events(wanted), list[Piece]()
     while (waiting := await live.client.next_entries()) is not None:
-        for piece in await reader.read([*events.read(waiting)]):
-            whole.add(piece)
+        pieces += await reader.read([*events.read(waiting)])
         for error in events.errors:
             raise error
-    return events
+    return pieces, events.usage
 
 
 class _EventResponse(web.StreamResponse):
@@ -310,7 +317,7 @@ class EventStream(Sink[Sequence[Waiting]]):
     async def write(self, message: Sequence[Waiting]) -> None:
         pieces = await self._reader.read([*self._events.read(message)])
         bytes_of: Mapping[int, bytes] = NOTHING_SCORED
-        if tokens := [token for piece in pieces for token in piece.scored or ()]:
+        if tokens := scored_of(pieces):
             bytes_of = await self._token_bytes.of(self._model, tokens)
         self._held += self._written(pieces, bytes_of)
         # The last message leaves with the end of the stream: each write is a system call.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from trtmesh.router.doors.openai.answer import Consumption, Frame, Piece, Wanted
+from trtmesh.router.doors.openai.answer import Consumption, Frame, Gathered, Piece, Wanted
 from trtmesh.router.doors.openai.answer_parts import (
     AnswerPart,
     CallArguments,
@@ -18,7 +19,7 @@ from trtmesh.router.doors.openai.answer_parts import (
     Content,
     Reasoning,
 )
-from trtmesh.router.doors.openai.log_probs import Scored, TokenTexts, chat_shape
+from trtmesh.router.doors.openai.log_probs import TokenTexts, chat_shape
 
 Event = dict[str, Any]
 """An event without a number."""
@@ -131,7 +132,9 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-class _ItemAnswer:
+class ItemAnswer:
+    """Writes an answer, whole or as a stream."""
+
     def __init__(self, wanted: Wanted, frame: Frame) -> None:
         self._wanted, self._frame = wanted, frame
         self._items = Items()
@@ -139,6 +142,14 @@ class _ItemAnswer:
         self._texts = TokenTexts(wanted.tokens_as_ids)
         self._is_plain = wanted.reading is None
         self._waiting: list[Any] = []
+        self._number = 0
+        """Of the next event."""
+
+    def whole(self, gathered: Gathered) -> bytes:
+        for piece in gathered.pieces:
+            deque(self._take(piece, gathered.bytes_of), 0)
+        deque(self._end(), 0)
+        return orjson.dumps(self._response(self._status, gathered.usage))
 
     def _take(self, piece: Piece, bytes_of: Mapping[int, bytes]) -> Iterator[Event]:
         self._finish_reason = piece.finish_reason or self._finish_reason
@@ -185,24 +196,6 @@ class _ItemAnswer:
     def _status(self) -> str:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
-
-def _told(usage: Consumption) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-        "output_tokens": usage.generated,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-        "total_tokens": usage.prompt + usage.generated,
-    }
-
-
-class ResponseEvents(_ItemAnswer):
-    """Writes an answer as a stream."""
-
-    def __init__(self, wanted: Wanted, frame: Frame) -> None:
-        super().__init__(wanted, frame)
-        self._number = 0
-
     def text(self, choice: int, text: str) -> bytes:
         return self.of(Piece(choice, text), {})
 
@@ -242,22 +235,11 @@ class ResponseEvents(_ItemAnswer):
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), told)
 
 
-class GatheredResponse(_ItemAnswer):
-    def __init__(self, wanted: Wanted, frame: Frame) -> None:
-        super().__init__(wanted, frame)
-        self._pieces: list[Piece] = []
-
-    def add(self, piece: Piece) -> None:
-        self._pieces.append(piece)
-
-    @property
-    def scored(self) -> Iterable[Scored]:
-        return (token for piece in self._pieces for token in piece.scored or ())
-
-    def written(self, usage: Consumption, bytes_of: Mapping[int, bytes]) -> bytes:
-        for piece in self._pieces:
-            for _ in self._take(piece, bytes_of):
-                pass
-        for _ in self._end():
-            pass
-        return orjson.dumps(self._response(self._status, usage))
+def _told(usage: Consumption) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.generated,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.generated,
+    }

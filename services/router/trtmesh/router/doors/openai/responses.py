@@ -24,7 +24,7 @@ from trtmesh.router.doors.openai.fields import (
     Kind,
 )
 from trtmesh.router.doors.openai.requested import Requested
-from trtmesh.router.doors.openai.response_items import GatheredResponse, ResponseEvents
+from trtmesh.router.doors.openai.response_items import ItemAnswer
 from trtmesh.router.metrics import CHAT
 
 PASSED = (
@@ -109,10 +109,10 @@ class StatelessResponses:
         return replace(wanted, echo=echo)
 
     def writer(self, wanted: Wanted, frame: Frame) -> Writer:
-        return ResponseEvents(wanted, frame)
+        return ItemAnswer(wanted, frame)
 
-    def gathered(self, wanted: Wanted, frame: Frame) -> Gathered:
-        return GatheredResponse(wanted, frame)
+    def answer(self, wanted: Wanted, frame: Frame, gathered: Gathered) -> bytes:
+        return ItemAnswer(wanted, frame).whole(gathered)
 
 
 def _name(chat_name: str) -> str:
