@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import permutations
 
 import pytest
 from process_constants import patch
@@ -268,6 +269,20 @@ async def pool_of(
             await asyncio.gather(*links, return_exceptions=True)
 
 
+@asynccontextmanager
+async def joined(pool: TokenizerPool, tokenizer: ScriptedTokenizer) -> AsyncIterator[None]:
+    """A pool with another tokenizer, which is ready."""
+    async with serving_tokenizer(tokenizer) as address:
+        link = pool.tokenizers[address] = link_to(address, pool, LONG)
+        running = asyncio.create_task(link.run())
+        try:
+            await eventually(lambda: link.ready)
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
 def load(pool: TokenizerPool) -> int:
     return sum(tokenizer.load for tokenizer in pool.tokenizers.values())
 
@@ -412,14 +427,19 @@ async def test_tokenizer_with_another_fingerprint_gets_no_work() -> None:
         assert sorted(len(t.decodes) for t in (one, other)) == [0, 4]
 
 
-async def test_tokenizer_with_other_templates_gets_no_work() -> None:
-    before = ScriptedTokenizer()  # of a release that does not tell
-    one, same = (ScriptedTokenizer(door_fingerprint="t1") for _ in range(2))
-    async with pool_of(one, same, before, ScriptedTokenizer(door_fingerprint="t2")) as pool:
-        await eventually(lambda: all(t.ready for t in pool.tokenizers.values()))
-        problems = [pool.problem(t) for t in pool.tokenizers.values()]
-        assert len([p for p in problems if not p]) >= 3
-        assert all("chat templates" in p for p in problems if p)
+@pytest.mark.parametrize("order", [*permutations(["", "t1", "t2"])], ids=str)
+async def test_tokenizer_with_other_templates_gets_no_work(order: tuple[str, ...]) -> None:
+    """The first that tells of its templates decides; one of a release that does not tell is not asked to."""
+    async with AsyncExitStack() as stack:
+        one, *others = (ScriptedTokenizer(door_fingerprint=each) for each in order)
+        pool = await stack.enter_async_context(pool_of(one))
+        for other in others:
+            await stack.enter_async_context(joined(pool, other))
+        (refused,) = filter(None, map(pool.problem, pool.tokenizers.values()))
+        assert "chat templates" in refused
+        kept = [each for each in pool.tokenizers.values() if not pool.problem(each)]
+        told = {each.description.door_fingerprint for each in kept}
+        assert told == {"", next(filter(None, order))}
 
 
 async def test_tokenizer_without_a_fingerprint_gets_no_work() -> None:

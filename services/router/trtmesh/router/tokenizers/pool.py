@@ -98,8 +98,8 @@ class TokenizerPool:
     """All tokenizers. Work of a lost tokenizer moves to another, or waits a bounded time.
 
     All tokenizers of a model must have the same fingerprint, chat templates and defaults. The first ready tokenizer
-    sets them; tokenizers with others get no work. If all tokenizers of the mesh serve a single model, they serve every
-    model: workers compare fingerprints.
+    that tells them sets them; tokenizers with others get no work. If all tokenizers of the mesh serve a single model,
+    they serve every model: workers compare fingerprints.
 
     Jobs queue per model while every able tokenizer is full. Answers, new tokenizers and losses move the queues, so
     while jobs are queued every able tokenizer has jobs to answer.
@@ -279,14 +279,18 @@ class TokenizerPool:
     def on_ready(self, tokenizer: Tokenizer) -> None:
         """A tokenizer became ready: waiting work goes to it."""
         self._seen.set()
-        model, fingerprint = tokenizer.description.model, tokenizer.description.fingerprint
+        told = tokenizer.description
+        agreed = self._agreed.get(told.model, UNKNOWN)
         others = (other for other in self.tokenizers.values() if other is not tokenizer)
-        if fingerprint and not any(
-            other.ready and other.description.fingerprint and other.description.model == model
+        is_alone = not any(
+            other.ready and other.description.fingerprint and other.description.model == told.model
             for other in others
-        ):
+        )
+        # It may be the first to tell its templates.
+        adds = agreed.fingerprint == told.fingerprint and not agreed.door_fingerprint
+        if told.fingerprint and (is_alone or (adds and told.door_fingerprint)):
             # No ready tokenizer disagrees: a restart of all tokenizers may change a model's files.
-            self._agreed[model] = tokenizer.description
+            self._agreed[told.model] = told
             self._on_agreed()
         self.on_change()
         self._move_queues()
