@@ -422,9 +422,9 @@ async def test_log_probs_and_their_alternatives(contract: str) -> None:
     assert told == pytest.approx([log_prob(token) for token in outcome.token_ids])
     tops = [top for each in outcome.details for top in each.top_log_probs]
     assert len(tops) == 3
-    for token, top in zip(outcome.token_ids, tops, strict=True):
+    for token, (ids, values) in zip(outcome.token_ids, tops, strict=True):
         expected = sorted(map(log_prob, {token, 10, 11}), reverse=True)[:2]
-        assert [value for _, value in top] == pytest.approx(expected)
+        assert values == pytest.approx(expected) == [log_prob(each) for each in ids]
     assert outcome.end
     assert outcome.end.cumulative_log_prob == pytest.approx(sum(told))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
@@ -69,12 +70,10 @@ def check_prompt(llama: Path, prompt: Sequence[int], stream: Stream, top: int) -
     following = [float(log_probs[at, token]) for at, token in enumerate(prompt[1:])]
     assert told == pytest.approx(following, abs=1e-3)
     tops = [alternatives for p in stream.prompts for alternatives in p.top_log_probs]
-    assert [len(alternatives) for alternatives in tops] == [top] * (len(prompt) - 1)
-    for row, alternatives in zip(log_probs, tops, strict=False):
-        assert [token for token, _ in alternatives] == row.topk(top).indices.tolist()
-        assert [v for _, v in alternatives] == pytest.approx(
-            row.topk(top).values.tolist(), abs=1e-3
-        )
+    assert [len(ids) for ids, _ in tops] == [top] * (len(prompt) - 1)
+    for row, (ids, likely) in zip(log_probs, tops, strict=False):
+        assert ids == row.topk(top).indices.tolist()
+        assert likely == pytest.approx(row.topk(top).values.tolist(), abs=1e-3)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["whole", "chunks", "pauses"])
@@ -216,9 +215,9 @@ async def test_normalised_log_probs_are_those_among_the_tokens_that_were_left(
     expected = normalized(stream.token_ids, rows)
     assert [d.log_probs[0] for d in stream.details] == pytest.approx(expected, abs=1e-3)
     for details in stream.details:
-        (top,) = details.top_log_probs
-        assert 1 <= len(top) <= 8
-        assert sum(np.exp(value) for _, value in top) == pytest.approx(1.0)
+        ((ids, likely),) = details.top_log_probs
+        assert 1 <= len(ids) == len(likely) <= 8
+        assert sum(map(math.exp, likely)) == pytest.approx(1.0)
     assert [d.log_probs for d in greedy.details] == [[0.0]] * NEW_TOKENS
     for each in (stream, greedy):
         terms = model_log_probs(llama, prompt, each.token_ids)

@@ -225,7 +225,7 @@ class TestMultiplexing:
             (key,) = backend.items[0].keys
             backend.step(
                 {key: [8]},
-                details=[TokenDetails(key, [-0.5], -0.5, [[(8, -0.5), (9, -1.5)]])],
+                details=[TokenDetails(key, [-0.5], -0.5, [([8, 9], [-0.5, -1.5])])],
                 prompts=[PromptDetails(key, 0, [-1.0, -2.0])],
                 starts=[SequenceStart(key, PerfMetrics(1, 2, 3))],
             )

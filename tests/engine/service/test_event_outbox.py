@@ -178,14 +178,14 @@ def test_details_merge_with_their_tokens() -> None:
     def with_details(step: int) -> StepPart:
         made = part(step, {7: [step]}, {7: step})
         logits = Tensor(1, (1, 2), bytes([step] * 8))
-        made.details = [TokenDetails(7, [float(step)], float(step), [[(step, 0.0)]], logits)]
+        made.details = [TokenDetails(7, [float(step)], float(step), [([step], [0.0])], logits)]
         return made
 
     merged = merge([with_details(1), with_details(2)])
     (details,) = merged.details
     assert details.log_probs == [1.0, 2.0]
     assert details.cumulative_log_prob == 2.0
-    assert details.top_log_probs == [[(1, 0.0)], [(2, 0.0)]]
+    assert details.top_log_probs == [([1], [0.0]), ([2], [0.0])]
     assert details.generation_logits == Tensor(1, (2, 2), bytes([1] * 8 + [2] * 8))
 
 

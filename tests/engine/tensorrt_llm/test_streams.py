@@ -213,8 +213,8 @@ async def test_log_probs_follow_the_tokens(release: str) -> None:
         log_probs = [each for details in outcome.details for each in details.log_probs]
         top = [each for details in outcome.details for each in details.top_log_probs]
         assert len(log_probs) == len(top) == 12
-        assert all(len(each) == 2 for each in top)
-        assert all(best[0][1] == value for best, value in zip(top, log_probs, strict=True))
+        assert all(len(ids) == len(values) == 2 for ids, values in top)
+        assert [values[0] for _, values in top] == log_probs
         assert outcome.end is not None
         assert outcome.end.cumulative_log_prob == pytest.approx(sum(log_probs))
         (alone,) = await run(on, **NEW, log_probs=True)
@@ -234,7 +234,7 @@ async def test_logits_come_whole_and_in_the_type_asked_for(release: str) -> None
         check_logits(prompt.context_logits, PROMPT)
         check_logits(details.generation_logits, outcome.token_ids)
         assert len(prompt.log_probs) == len(PROMPT) - 1
-        assert [each[0][0] for each in prompt.top_log_probs] == PROMPT[:-1]
+        assert [ids[0] for ids, _ in prompt.top_log_probs] == PROMPT[:-1]
         # Reused tokens would have no logits.
         assert len(last_call()["cache_salt"]) == 32
 

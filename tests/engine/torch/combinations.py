@@ -22,7 +22,7 @@ from trtmesh.chassis.vocabulary import (
     Tensor,
     TokenRangeRetention,
 )
-from trtmesh.engine.backend import BackendStats
+from trtmesh.engine.backend import BackendStats, TopLogProbs
 from trtmesh.v1 import generation_pb2 as pb
 
 FAMILIES = ("llama", "mistral", "gemma2")
@@ -66,7 +66,7 @@ class Result:
 
     token_ids: list[int]
     log_probs: list[float]
-    top_log_probs: list[list[tuple[int, float]]]
+    top_log_probs: list[TopLogProbs]
     logits: list[np.ndarray[Any, Any]]
     reason: int
     stop_token_ids: tuple[int, ...]
@@ -298,9 +298,9 @@ def compare(item: Item, found: list[Result], expected: list[Result]) -> None:
                 )
 
 
-def values(tops: list[list[tuple[int, float]]]) -> list[float]:
+def values(tops: list[TopLogProbs]) -> list[float]:
     """Equally likely alternatives may come in any order, so the values are compared."""
-    return [value for top in tops for _, value in top]
+    return [value for _, values in tops for value in values]
 
 
 def near(value: Any) -> Any:

@@ -115,8 +115,9 @@ class GpuChooser:
             self._tables = Tables(torch.zeros(SLOTS, logits.shape[1], dtype=torch.int32))
             self._rules = RuledRows(SLOTS, self._tables.words, self._tables.biases)
         words = np.zeros((len(Field), len(own)), dtype=np.int64)
-        flags = self._rules.fill(words, own)
-        places, temperatures = self._rules.draws(own)
+        found = self._rules.find(own)
+        flags = self._rules.fill(words, found)
+        places, temperatures = self._rules.draws(found)
         tokens = logits.argmax(dim=1)
         log_probs = torch.zeros(len(own), LOG_PROB_WORDS, dtype=torch.float64)
         for row in range(len(own)):
@@ -128,8 +129,7 @@ class GpuChooser:
                 tokens[row] = raced(
                     logits[row].float(), int(places[row]), float(temperatures[row]), EVERYTHING
                 )
-        by_host, guided = self._rules.apart(own)
-        rest = sorted({*by_host, *guided})
+        rest = sorted({*found.by_host, *found.guided})
         part = [sequences[row] for row in rest]
         choice = self._chooser.choose(part, logits[rest]) if rest else None
         numbers = log_probs if flags & Flag.LOG_PROBS else None

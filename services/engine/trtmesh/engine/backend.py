@@ -6,7 +6,7 @@ delivers steps. The service does multiplexing, deadlines, metrics, health and dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -175,8 +175,14 @@ class SequenceEnd:
     """Set for HANDOFF by a backend with a StateKind."""
 
 
-TopLogProbs = list[tuple[int, float]]
-"""Ids and log-probabilities, most likely first."""
+TopLogProbs = tuple[list[int], list[float]]
+"""Ids and their log-probabilities, most likely first."""
+
+
+def most_likely(pairs: Iterable[tuple[int, float]], most: int) -> TopLogProbs:
+    """The `most` likely of ids with their log-probabilities."""
+    ranked = sorted(pairs, key=lambda pair: -pair[1])[:most]
+    return [token for token, _ in ranked], [log_prob for _, log_prob in ranked]
 
 
 @dataclass(slots=True)

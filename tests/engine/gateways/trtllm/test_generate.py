@@ -238,11 +238,11 @@ async def test_log_probabilities_and_logits_follow_the_output() -> None:
     async with running(recording, request(output_config=output)) as (call, (key,)):
         assert recording.items[0].config.output.top_log_probs == 2
         prompts = [
-            PromptDetails(key, 0, [-1.0, -2.0], [[(1, -0.5), (2, -0.6)]] * 2, _rows(3, row)),
+            PromptDetails(key, 0, [-1.0, -2.0], [([1, 2], [-0.5, -0.6])] * 2, _rows(3, row)),
         ]
-        details = [TokenDetails(key, [-3.0], -3.0, [[(9, -0.1), (8, -0.2)]], _rows(1, row))]
+        details = [TokenDetails(key, [-3.0], -3.0, [([9, 8], [-0.1, -0.2])], _rows(1, row))]
         recording.step({key: [10]}, prompts=prompts, details=details)
-        details = [TokenDetails(key, [-4.0], -7.0, [[(7, -0.3), (6, -0.4)]], _rows(1, row))]
+        details = [TokenDetails(key, [-4.0], -7.0, [([7, 6], [-0.3, -0.4])], _rows(1, row))]
         ends = [end(key, pb.FINISH_REASON_END_ID, stop_token_ids=(2,))]
         recording.live.pop(key)
         recording.step({key: [2]}, offset=1, details=details, ends=ends)

@@ -146,7 +146,7 @@ def test_row_of_outdated_tokens_is_not_used() -> None:
     config = beams(2)
     lanes = [_lane(n, config) for n in range(2)]
     item = BeamDecoding([0, 1], lanes)
-    row, nothing = torch.zeros(8).log_softmax(dim=0), Extras([])
+    row, nothing = torch.zeros(8).log_softmax(dim=0), Extras(([], []))
     for lane in lanes:
         lane.slot, lane.num_computed = 1, 2
     assert not item.take(lanes[0], row, nothing)
@@ -162,7 +162,7 @@ def test_waiting_row_keeps_no_other_row_in_memory() -> None:
     lanes = [_lane(n, config) for n in range(2)]
     item = BeamDecoding([0, 1], lanes)
     lanes[0].slot, lanes[0].num_computed = 1, 2
-    assert not item.take(lanes[0], torch.zeros(50, 8).log_softmax(dim=1)[3], Extras([]))
+    assert not item.take(lanes[0], torch.zeros(50, 8).log_softmax(dim=1)[3], Extras(([], [])))
     assert item._rows[0].log_probs.untyped_storage().nbytes() == 8 * 4
 
 
@@ -186,9 +186,9 @@ async def test_top_log_probs_belong_to_the_beam_tokens(llama: Path) -> None:
                 logits = model(ids).logits[0, len(prompt) - 1 : -1]
             values, tokens = logits.double().log_softmax(dim=-1).topk(2)
             tops = [top for details in stream.details for top in details.top_log_probs]
-            assert [[token for token, _ in top] for top in tops] == tokens.tolist()
-            for top, row in zip(tops, values.tolist(), strict=True):
-                assert [value for _, value in top] == pytest.approx(row, abs=1e-3)
+            assert [ids for ids, _ in tops] == tokens.tolist()
+            for (_, log_probs), row in zip(tops, values.tolist(), strict=True):
+                assert log_probs == pytest.approx(row, abs=1e-3)
 
 
 def logits_of(stream: Stream) -> torch.Tensor:
@@ -272,7 +272,7 @@ async def follows(
             max_tokens=at + 1, end_id=5, top_log_probs=256, normalize_log_probs=True, **rules
         )
         (one,) = await engine.ended(engine.submit(prompt, config, emitted=tokens[:at]))
-        top = dict(one.details[0].top_log_probs[0])
+        top = dict(zip(*one.details[0].top_log_probs[0], strict=True))
         assert top[tokens[at]] == pytest.approx(value, abs=1e-3)
 
 

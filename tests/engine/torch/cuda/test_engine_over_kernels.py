@@ -137,10 +137,7 @@ async def test_steps_follow_those_of_rows_that_await_tokens(
             (
                 stream.token_ids,
                 stream.end and (stream.end.reason, str(stream.end.error)),
-                [
-                    [[token for token, _ in tops] for tops in each.top_log_probs]
-                    for each in stream.details
-                ],
+                [[ids for ids, _ in each.top_log_probs] for each in stream.details],
                 [each.log_probs for each in stream.details],
             )
             for stream in await engine.ended(keys)

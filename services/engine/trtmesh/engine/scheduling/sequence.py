@@ -118,11 +118,15 @@ class ScheduledSequence:
         """Submitted tokens without KV; 0 while another worker sends the KV."""
         return 0 if self.receiver_lease else max(0, self.submitted_tokens - self.num_computed)
 
-    def append(self, token: int, now_ns: int) -> None:
+    def append(self, token: int, now_ns: int) -> bool:
+        """Returns whether the token is the first on this worker."""
         self.tokens.append(token)
         times = self.times
-        times.first_token_ns = times.first_token_ns or now_ns
         times.last_token_ns = now_ns
+        if times.first_token_ns:
+            return False
+        times.first_token_ns = now_ns
+        return True
 
     def end(
         self, reason: int, stop_token_ids: tuple[int, ...] = (), error: TrtmeshError | None = None

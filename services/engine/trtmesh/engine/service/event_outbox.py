@@ -17,6 +17,7 @@ from trtmesh.engine.backend import (
     SequenceEnd,
     SequenceStart,
     TokenDetails,
+    TopLogProbs,
 )
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.v1 import engine_pb2 as epb
@@ -505,7 +506,7 @@ def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:
     message.model_log_probs.extend(details.model_log_probs)
     if details.cumulative_log_prob is not None:
         message.cumulative_log_prob = details.cumulative_log_prob
-    message.top_log_probs.extend(map(_top_log_probs, details.top_log_probs))
+    _fill_top(message, details.top_log_probs)
     if details.generation_logits:
         message.generation_logits.CopyFrom(_tensor(details.generation_logits))
 
@@ -513,16 +514,14 @@ def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:
 def _fill_prompt(message: pb.PromptDetails, prompt: PromptDetails) -> None:
     message.token_offset = prompt.token_offset
     message.log_probs.extend(prompt.log_probs)
-    message.top_log_probs.extend(map(_top_log_probs, prompt.top_log_probs))
+    _fill_top(message, prompt.top_log_probs)
     if prompt.context_logits:
         message.context_logits.CopyFrom(_tensor(prompt.context_logits))
 
 
-def _top_log_probs(alternatives: Sequence[tuple[int, float]]) -> pb.TopLogProbs:
-    return pb.TopLogProbs(
-        token_ids=[token for token, _ in alternatives],
-        log_probs=[log_prob for _, log_prob in alternatives],
-    )
+def _fill_top(message: pb.TokenDetails | pb.PromptDetails, tops: Iterable[TopLogProbs]) -> None:
+    for token_ids, log_probs in tops:
+        message.top_log_probs.add(token_ids=token_ids, log_probs=log_probs)
 
 
 def _tensor(tensor: Tensor) -> pb.Tensor:

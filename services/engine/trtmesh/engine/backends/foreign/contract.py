@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from smg_grpc_proto.generated import common_pb2
 from trtmesh.chassis.vocabulary import GuidedDecoding, Output, Sampling
-from trtmesh.engine.backend import StateKind, Submission, TopLogProbs
+from trtmesh.engine.backend import StateKind, Submission, TopLogProbs, most_likely
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.sampling import Draws, bad_ids_of, bias_of, check_counted
 from trtmesh.v1 import engine_pb2 as epb
@@ -236,10 +236,6 @@ def guide_of(
 def top_of(positions: Iterable[Any], most: int) -> list[TopLogProbs]:
     """The most likely ids of each position. The chosen one may stand first, however unlikely it was."""
     return [most_likely(zip(each.token_ids, each.values, strict=True), most) for each in positions]
-
-
-def most_likely(pairs: Iterable[tuple[int, float]], most: int) -> TopLogProbs:
-    return sorted(pairs, key=lambda pair: -pair[1])[:most]
 
 
 def asked_top(most: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm
 from smg_grpc_proto.generated import trtllm_service_pb2_grpc
 from trtmesh.chassis.errors import UnsupportedField
-from trtmesh.engine.backend import Submission
+from trtmesh.engine.backend import Submission, most_likely
 from trtmesh.engine.backends.foreign.connection import Connection
 from trtmesh.engine.backends.foreign.contract import (
     Ask,
@@ -20,7 +20,6 @@ from trtmesh.engine.backends.foreign.contract import (
     News,
     asked_top,
     ended,
-    most_likely,
 )
 from trtmesh.engine.backends.foreign.sampling import Draws, bad_ids_of
 from trtmesh.v1 import generation_pb2 as pb

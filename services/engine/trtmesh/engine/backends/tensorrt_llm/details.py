@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import Tensor
-from trtmesh.engine.backend import PerfMetrics, PromptDetails, TopLogProbs
+from trtmesh.engine.backend import PerfMetrics, PromptDetails, TopLogProbs, most_likely
 from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -36,9 +36,9 @@ def log_prob_of(position: Position, token: int) -> float:
 def top_of(position: Position, most: int) -> TopLogProbs:
     """The most likely tokens; the chosen one may be beyond them."""
     if not isinstance(position, Mapping):
-        return []
-    ranked = sorted(position.items(), key=lambda each: -each[1].logprob)
-    return [(token, float(each.logprob)) for token, each in ranked[:most]]
+        return [], []
+    found = ((token, float(each.logprob)) for token, each in position.items())
+    return most_likely(found, most)
 
 
 def logits_of(logits: Any, rows: int, vocabulary_size: int, data_type: int, field: str) -> Tensor:
@@ -66,10 +66,7 @@ def prompt_details(
         details.log_probs = scores.gather(1, chosen)[:, 0].tolist()
         if asked.top_log_probs:
             values, ids = scores.topk(asked.top_log_probs)
-            details.top_log_probs = [
-                list(zip(row_ids, row, strict=True))
-                for row_ids, row in zip(ids.tolist(), values.tolist(), strict=True)
-            ]
+            details.top_log_probs = list(zip(ids.tolist(), values.tolist(), strict=True))
     return details
 
 

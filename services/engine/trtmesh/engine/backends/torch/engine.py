@@ -262,14 +262,13 @@ class Engine:
         if self.drafting and self.drafting.waits(sequences):
             return None
         chunks = self.scheduler.next_chunks(sequences, step.sat_out.values())
-        known = [chunk for chunk in chunks if chunk.sequence.key in step.sat_out]
-        if not chunks or not all(map(self._compute.can_follow, known)):
+        again = sum(sequence.lives for sequence in step.sat_out.values())
+        ahead = len(chunks) - again
+        if not chunks or not all(map(self._compute.can_follow, chunks[ahead:])):
             return None
         self._compute.move(self.scheduler.pool.take_moves())
-        rows = {sequence.key: row for row, sequence in enumerate(sequences)}
         try:
-            unknown = [chunk.sequence.key for chunk in chunks[: len(chunks) - len(known)]]
-            forward = self._compute.follow(chunks, [rows[key] for key in unknown])
+            forward = self._compute.follow(chunks, _rows_of(chunks[:ahead], sequences))
         except Exception:
             log.exception("a step could not be launched ahead; it is launched with known tokens")
             return None
@@ -573,6 +572,14 @@ def _decodings(keys: SequenceOf[int], sequences: SequenceOf[Sequence]) -> list[D
     if sequences[0].config.beam_search.beam_width > 1:
         return [BeamDecoding(keys, sequences)]
     return [SampledDecoding((sequence.key,), (sequence,)) for sequence in sequences]
+
+
+def _rows_of(chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> SequenceOf[int]:
+    """The places of the chunks' sequences among `sequences`, in whose order they are."""
+    if len(chunks) == len(sequences):
+        return range(len(sequences))
+    rows = {sequence.key: row for row, sequence in enumerate(sequences)}
+    return [rows[chunk.sequence.key] for chunk in chunks]
 
 
 def _error(sequence: Sequence, what: str, error: Exception) -> TrtmeshError:

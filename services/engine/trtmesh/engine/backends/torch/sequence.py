@@ -89,12 +89,10 @@ class Sequence(ScheduledSequence, Continuation):
     ) -> None:
         """Appends a generated token, and reports the token with details in the output of a step."""
         output.keys.append(self.key)
-        output.token_offsets.append(self.generated_tokens)
+        output.token_offsets.append(len(self.tokens) - self.rule.prompt_tokens)
         output.token_counts.append(1)
         output.token_ids.append(token)
-        is_first = not self.times.first_token_ns
-        self.append(token, now_ns)
-        if is_first and self.config.output.perf_metrics:
+        if self.append(token, now_ns) and self.config.output.perf_metrics:
             output.starts.append(SequenceStart(self.key, self.times.metrics_at_start()))
         if details:
             details.cumulative_log_prob = self.add_log_probs(

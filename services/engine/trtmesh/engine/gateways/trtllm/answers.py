@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, repeat
 
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
@@ -100,18 +100,17 @@ def _prompt_log_probs(asked: AskedGeneration, prompt: PromptOutput) -> Iterator[
     if len(prompt.log_probs) < len(tokens) - 1:
         return
     yield tpb.TokenLogprob(token_id=tokens[0])
-    alternatives = prompt.top_log_probs or repeat(())
+    alternatives: Iterable[TopLogProbs] = prompt.top_log_probs or repeat(([], []))
     for token, log_prob, top in zip(
         islice(tokens, 1, None), prompt.log_probs, alternatives, strict=False
     ):
         yield _log_prob(token, log_prob, top, asked.prompt_logprobs or 0)
 
 
-def _log_prob(
-    token: int, log_prob: float, top: Sequence[tuple[int, float]], most: int
-) -> tpb.TokenLogprob:
+def _log_prob(token: int, log_prob: float, top: TopLogProbs, most: int) -> tpb.TokenLogprob:
     alternatives = (
-        tpb.TopLogprob(token_id=other, logprob=of_other) for other, of_other in top[:most]
+        tpb.TopLogprob(token_id=other, logprob=of_other)
+        for other, of_other in islice(zip(*top, strict=True), most)
     )
     return tpb.TokenLogprob(token_id=token, logprob=log_prob, top_logprobs=alternatives)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from trtmesh.chassis.errors import TrtmeshError
-from trtmesh.engine.backend import TokenDetails
+from trtmesh.engine.backend import TokenDetails, TopLogProbs
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import NOTHING_LEFT
 from trtmesh.engine.backends.torch.cuda.pinned import Copied
 from trtmesh.engine.backends.torch.sampling.choice import (
@@ -20,9 +19,6 @@ from trtmesh.engine.backends.torch.sampling.choice import (
     not_finite,
 )
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
-
-_Line = tuple[float, list[int], list[float]]
-"""The log-probability of a row's token, and the most likely ids with theirs, at least as many as the row asks for."""
 
 
 class GraphChoice:
@@ -48,7 +44,7 @@ class GraphChoice:
             choice.ids, choice.peaks = _copy(choice.ids), _copy(choice.peaks)
         self._tokens = _copy(tokens)
         self._log_probs = None if log_probs is None else _copy(log_probs)
-        self._lines: dict[int, _Line] = {}
+        self._details: dict[int, TokenDetails] = {}
         self._copied = Copied(tokens.device)
         self._copied.record()
         self.token_ids: list[int] = []
@@ -65,7 +61,7 @@ class GraphChoice:
         # Rows beyond are chosen otherwise.
         self.token_ids = [tokens[min(place, len(tokens) - 1)] for place in self._places]
         if self._log_probs is not None:
-            self._lines = self._read_lines(self._log_probs.numpy())
+            self._details = self._read_details(self._log_probs.numpy())
         failures: dict[int, TrtmeshError] = {}
         for row, token in enumerate(self.token_ids):
             if token < 0 and row not in self._rest:
@@ -82,28 +78,28 @@ class GraphChoice:
     def details(self, row: int) -> TokenDetails:
         if self._choice and row in self._rest:
             return self._choice.details(self._rest[row])
-        sequence = self._sequences[row]
-        own, ids, log_probs = self._lines[row]
-        details = TokenDetails(sequence.key, log_probs=[own])
-        if wanted := sequence.token_rules.output.top_log_probs:
-            most_likely = list(zip(ids[:wanted], log_probs[:wanted], strict=True))
-            if most_likely[-1][1] == -math.inf:
-                most_likely = [pair for pair in most_likely if pair[1] > -math.inf]
-            details.top_log_probs.append(most_likely)
-        return details
+        return self._details[row]
 
-    def _read_lines(self, log_probs: NDArray[np.float64]) -> dict[int, _Line]:
-        """Reads the lines of all rows that ask for any at once: the host has a few microseconds a row."""
-        asked = {
-            row: each.token_rules.output.top_log_probs
+    def _read_details(self, log_probs: NDArray[np.float64]) -> dict[int, TokenDetails]:
+        """Reads all rows that ask for log-probabilities at once: the host has a few microseconds a row."""
+        asking = [
+            row
             for row, each in enumerate(self._sequences)
             if each.token_rules.wants_log_probs and row not in self._rest
+        ]
+        wanted = [self._sequences[row].token_rules.output.top_log_probs for row in asking]
+        width = max(wanted, default=0)
+        found = log_probs[[self._places[row] for row in asking], : 1 + 2 * width]
+        ids, values = found[:, 1::2].astype(np.int64), found[:, 2::2]
+        tops: list[TopLogProbs] = list(zip(ids.tolist(), values.tolist(), strict=True))
+        # Impossible ids come last.
+        counts = np.minimum(wanted, (values > -np.inf).sum(axis=1))
+        for place in np.flatnonzero(counts < width).tolist():
+            tops[place] = tops[place][0][: counts[place]], tops[place][1][: counts[place]]
+        return {
+            row: TokenDetails(self._sequences[row].key, [own], None, [top] if most else [])
+            for row, own, top, most in zip(asking, found[:, 0].tolist(), tops, wanted, strict=True)
         }
-        places = [self._places[row] for row in asked]
-        found = log_probs[places, : 1 + 2 * max(asked.values(), default=0)]
-        own, ids, most = found[:, 0], found[:, 1::2].astype(np.int64), found[:, 2::2]
-        lines = zip(own.tolist(), ids.tolist(), most.tolist(), strict=True)
-        return dict(zip(asked, lines, strict=True))
 
 
 class PickedChoice:

@@ -64,10 +64,10 @@ class ChunkGraphs(Graphs[ChunkInputs]):
     def _launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         count = sum(chunk.count for chunk in chunks)
         size = self._size(count)
-        self._inputs.fill(chunks, size)
-        kept = [chunk.sequence for chunk in chunks if chunk.completes]
+        found = self._inputs.fill(chunks, size)
+        kept = found.sequences
         if self._ruled:
-            self._ruled.fill(kept)
+            self._ruled.fill(found)
         logits = self._compute(size, chunks)[: len(kept)].clone()
         log_probs = None
         if self._ruled and kept:

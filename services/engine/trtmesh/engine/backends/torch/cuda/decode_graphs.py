@@ -145,8 +145,8 @@ class DecodeGraphs(Graphs[StepInputs]):
 
     def launch(self, chunks: SequenceOf[Chunk]) -> Rows:
         size = self._size(len(chunks))
-        self._inputs.fill(chunks, size, [chunk.sequence.tokens[chunk.start] for chunk in chunks])
-        return self._replay(size, chunks)
+        token_ids = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
+        return self._replay(size, chunks, token_ids)
 
     @torch.inference_mode()
     def with_more(self, rows: Rows | None, more: Rows) -> Rows:
@@ -161,9 +161,7 @@ class DecodeGraphs(Graphs[StepInputs]):
         tokens[len(tokens) - len(more.tokens) :].copy_(more.tokens)
         return Rows(logits, tokens, joined([rows, more] if rows else [more]))
 
-    def choose_guided(
-        self, rows: SequenceOf[int], sequences: SequenceOf[Sequence]
-    ) -> Tensor | None:
+    def choose_guided(self, rows: SequenceOf[int], sequences: list[Sequence]) -> Tensor | None:
         """Chooses guided rows of the last launch, whose tokens before are known by now. Returns the log-probabilities,
         as `RuledChoice.launch` does."""
         assert self._ruled
@@ -185,13 +183,19 @@ class DecodeGraphs(Graphs[StepInputs]):
         # Known to the device alone; as many of each. The rules of a guided row are filled with its mask.
         unknown = chunks[0].start + 1 - len(chunks[0].sequence.tokens)
         known = [chunk.sequence.tokens[chunk.start] for chunk in chunks[len(rows) :]]
-        self._inputs.fill(chunks, size, [-1 - row for row in rows] + known, unknown)
-        return self._replay(size, chunks, unknown)
+        return self._replay(size, chunks, [-1 - row for row in rows] + known, unknown)
 
-    def _replay(self, size: int, chunks: SequenceOf[Chunk], unknown: int | Numbers = 0) -> Rows:
+    def _replay(
+        self,
+        size: int,
+        chunks: SequenceOf[Chunk],
+        token_ids: SequenceOf[int],
+        unknown: int | Numbers = 0,
+    ) -> Rows:
         count, log_probs = len(chunks), None
+        found = self._inputs.fill(chunks, size, token_ids, unknown)
         if self._ruled:
-            self._ruled.fill([chunk.sequence for chunk in chunks], unknown)
+            self._ruled.fill(found, unknown)
         logits = self._compute(size, chunks)
         self._launched = size, logits
         if self._ruled:

@@ -15,7 +15,7 @@ from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay
 from trtmesh.engine.backends.torch.cuda.kernels.row_fields import LOG_PROB_WORDS, Field, Flag
 from trtmesh.engine.backends.torch.cuda.kernels.ruled_choice import Workspace, choose_by_rules
 from trtmesh.engine.backends.torch.cuda.pinned import StagedWords
-from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers, RuledRows
+from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers, RuledRows, SlotRows
 from trtmesh.engine.backends.torch.sequence import Sequence
 
 
@@ -46,15 +46,15 @@ class RuledChoice:
         self._logits = logits
         self._replays[size] = self._record(partial(self._choose, size))
 
-    def fill(self, sequences: SequenceOf[Sequence], unknown: int | Numbers = 0) -> None:
+    def fill(self, found: SlotRows, unknown: int | Numbers = 0) -> None:
         """Takes the rules of the rows of the next launch, after `unknown` tokens known to the device alone, or after
         drafts, by row."""
         words = self._staged.begin().reshape(self._fields.shape)
-        self._flags = self._rows.fill(words, sequences, unknown)
+        self._flags = self._rows.fill(words, found, unknown)
         if self._flags:
             self._staged.send(words.size)
 
-    def fill_guided(self, rows: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
+    def fill_guided(self, rows: SequenceOf[int], sequences: list[Sequence]) -> None:
         """Takes the masks and the rules of guided rows for one more launch."""
         words = self._staged.begin().reshape(self._fields.shape)
         masks = self._masks.begin().reshape(self._work.masks.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +25,42 @@ from trtmesh.engine.backends.torch.sequence import Sequence
 
 Numbers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows chosen by kernels after rules."""
+
+    rows: Numbers
+    sequences: list[Sequence]
+    slots: Numbers
+    fields: Numbers
+    """[fields, rows]; places of draws and bans of end ids also depend on the step."""
+    flags: Flag
+    """Of any row."""
+    counting: NDArray[np.bool_]
+    closes: bool
+    """Whether end ids are banned at first in any row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """The sequences of rows, with the facts that hold as long as the sequences keep their slots."""
+
+    sequences: list[Sequence]
+    slots: Numbers
+    by_host: list[int]
+    """Rows whose tokens kernels do not choose."""
+    guided: list[int]
+    """Rows chosen by kernels once the tokens before are known."""
+    depends: NDArray[np.bool_]
+    """Whether the choice depends on the tokens before, by row."""
+    temperatures: NDArray[np.float64]
+    """Of draws without rules; 0 for all other rows."""
+    draws: bool
+    """Whether any row has one."""
+    ruled: Part
+    """The other rows."""
 
 
 class RuledRows:
@@ -54,53 +91,71 @@ class RuledRows:
         self._by_host = np.zeros(slots, dtype=np.bool_)
         self._counted = np.zeros(slots, dtype=np.int64)
         """Tokens in the counts of the device."""
+        self._last: tuple[list[int], SlotRows] | None = None
+        """Slots and rows of the last `find`."""
 
-    def apart(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
-        """The rows whose tokens kernels do not choose, and those that they choose after all others, for which the
-        tokens before must be known: of guided sequences."""
-        slots = self._slots(sequences)
-        guided = self._fields[Field.FLAGS, slots] & Flag.GUIDED
-        by_host: list[int] = np.flatnonzero(self._by_host[slots]).tolist()
-        late: list[int] = np.flatnonzero(guided).tolist()
-        return by_host, late
+    def find(self, sequences: list[Sequence]) -> SlotRows:
+        """Finds the rules of a step's rows. Steps mostly have the rows of the step before."""
+        slots, last = [sequence.slot for sequence in sequences], self._last
+        if last is None or last[0] != slots or last[1].sequences != sequences:
+            last = self._last = slots, self._find(sequences, np.array(slots, dtype=np.int64))
+        return last[1]
+
+    def _find(self, sequences: list[Sequence], slots: Numbers) -> SlotRows:
+        for sequence in sequences:
+            if self._owners[sequence.slot] is not sequence:
+                self._take(sequence)
+        flags, by_host = self._fields[Field.FLAGS, slots], self._by_host[slots]
+        guided = (flags & Flag.GUIDED) != 0
+        drawn = self._drawn[slots]
+        return SlotRows(
+            list(sequences),
+            slots,
+            np.flatnonzero(by_host).tolist(),
+            np.flatnonzero(guided).tolist(),
+            by_host | ((flags & (Flag.GUIDED | Flag.COUNTS)) != 0),
+            drawn,
+            bool(drawn.any()),
+            self._part(np.flatnonzero((flags != 0) & ~guided), sequences, slots),
+        )
+
+    def _part(self, rows: Numbers, sequences: SequenceOf[Sequence], slots: Numbers) -> Part:
+        """`rows` of the sequences in `slots`."""
+        own = [sequences[row] for row in rows.tolist()]
+        fields = self._fields[:, slots[rows]]
+        flags = fields[Field.FLAGS]
+        return Part(
+            rows,
+            own,
+            slots[rows],
+            fields,
+            Flag(int(np.bitwise_or.reduce(flags, initial=0))),
+            (flags & Flag.COUNTS) != 0,
+            bool(self._open_until[slots[rows]].any()),
+        )
 
     def draws(
-        self, sequences: SequenceOf[Sequence], unknown: int | Numbers = 0
+        self, found: SlotRows, unknown: int | Numbers = 0
     ) -> tuple[Numbers, NDArray[np.float64]]:
         """The places and temperatures of the draws without rules, [rows], after `unknown` tokens known to the device
         alone; 0 for a row with its highest logit as the choice, or with rules."""
-        slots = self._slots(sequences)
-        temperatures = self._drawn[slots]
-        if not temperatures.any():
-            return np.zeros(len(slots), dtype=np.int64), temperatures
-        return places_in(self._streams[slots], _lengths(sequences, unknown)), temperatures
+        if not found.draws:
+            return np.zeros(len(found.slots), dtype=np.int64), found.temperatures
+        lengths = _lengths(found.sequences, unknown)
+        return places_in(self._streams[found.slots], lengths), found.temperatures
 
-    def are_independent(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether kernels choose without counts of the tokens before, or masks."""
-        slots = self._slots(sequences)
-        depends = (self._fields[Field.FLAGS, slots] & (Flag.GUIDED | Flag.COUNTS)) != 0
-        return not (depends | self._by_host[slots]).any()
-
-    def fill(
-        self, words: Numbers, sequences: SequenceOf[Sequence], unknown: int | Numbers = 0
-    ) -> Flag:
+    def fill(self, words: Numbers, found: SlotRows, unknown: int | Numbers = 0) -> Flag:
         """Writes the words [fields, rows or more] of the rows, without those of guided rows; returns the flags of any
         row. The caller has kernels choose the tokens. Rows are after `unknown` tokens known to the device alone, or
         after drafts, by row: then those that count tokens are left out too."""
-        slots = self._slots(sequences)
-        flags = self._fields[Field.FLAGS, slots]
-        taken = (flags != 0) & ((flags & Flag.GUIDED) == 0)
+        part = found.ruled
         if not isinstance(unknown, int):
-            taken &= ((flags & Flag.COUNTS) == 0) | (unknown == 0)
-        rows = np.flatnonzero(taken)
-        if not len(rows):
-            return Flag(0)
-        own = [sequences[row] for row in rows.tolist()]
-        unknown = unknown if isinstance(unknown, int) else unknown[rows]
-        return self._fill(words, rows, own, slots[rows], unknown)
+            kept = part.rows[~part.counting | (unknown[part.rows] == 0)]
+            part, unknown = self._part(kept, found.sequences, found.slots), unknown[kept]
+        return self._fill(words, part, unknown) if len(part.rows) else Flag(0)
 
     def fill_guided(
-        self, words: Numbers, masks: Bytes, rows: SequenceOf[int], sequences: SequenceOf[Sequence]
+        self, words: Numbers, masks: Bytes, rows: SequenceOf[int], sequences: list[Sequence]
     ) -> Flag:
         """`fill` for guided `rows` alone; writes a line of `masks` for each."""
         for place, sequence in enumerate(sequences):
@@ -109,39 +164,37 @@ class RuledRows:
             guide.catch_up(sequence.tokens)
             mask = guide.mask(sequence.rule.end_ids)
             masks[place, : len(mask)] = mask
-        flags = self._fill(words, np.array(rows), sequences, self._slots(sequences), 0)
+        slots = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
+        part = replace(self._part(np.arange(len(rows)), sequences, slots), rows=np.array(rows))
+        flags = self._fill(words, part, 0)
         words[Field.MASK, rows] = np.arange(len(rows))
         return flags
 
-    def _fill(
-        self,
-        words: Numbers,
-        rows: Numbers,
-        sequences: SequenceOf[Sequence],
-        slots: Numbers,
-        unknown: int | Numbers,
-    ) -> Flag:
-        lengths = _lengths(sequences, unknown)
-        fields = self._fields[:, slots]
-        counting = (fields[Field.FLAGS] & Flag.COUNTS) != 0
-        closed = lengths < self._open_until[slots]
-        fields[Field.FLAGS] |= np.where(closed, int(Flag.CHANGES | Flag.BANS_ENDS), 0)
-        fields[Field.PLACE] = places_in(self._streams[slots], lengths)
+    def _fill(self, words: Numbers, part: Part, unknown: int | Numbers) -> Flag:
+        flags = part.flags
         words[Field.FLAGS] = 0
-        words[:, rows] = fields
-        for row in np.flatnonzero(counting & (self._counted[slots] != lengths)).tolist():
+        words[:, part.rows] = part.fields
+        if not (part.closes or flags & (Flag.DRAWS | Flag.COUNTS)):
+            return flags
+        lengths = _lengths(part.sequences, unknown)
+        closed = lengths < self._open_until[part.slots]
+        if part.closes and closed.any():
+            flags |= Flag.CHANGES | Flag.BANS_ENDS
+            bans = np.where(closed, int(Flag.CHANGES | Flag.BANS_ENDS), 0)
+            words[Field.FLAGS, part.rows] |= bans
+        words[Field.PLACE, part.rows] = places_in(self._streams[part.slots], lengths)
+        if flags & Flag.COUNTS:
+            self._count(part, lengths, unknown)
+        return flags
+
+    def _count(self, part: Part, lengths: Numbers, unknown: int | Numbers) -> None:
+        """Brings the device's counts up to date, and counts the tokens of this step."""
+        stale = part.counting & (self._counted[part.slots] != lengths)
+        for row in np.flatnonzero(stale).tolist():
             if np.any(unknown):
                 raise RuntimeError("tokens of the step before were not counted on the device")
-            self._load(sequences[row])
-        self._counted[slots[counting]] = lengths[counting] + 1
-        return Flag(int(np.bitwise_or.reduce(fields[Field.FLAGS])))
-
-    def _slots(self, sequences: SequenceOf[Sequence]) -> Numbers:
-        owners = self._owners
-        for sequence in sequences:
-            if owners[sequence.slot] is not sequence:
-                self._take(sequence)
-        return np.array([sequence.slot for sequence in sequences], dtype=np.int64)
+            self._load(part.sequences[row])
+        self._counted[part.slots[part.counting]] = lengths[part.counting] + 1
 
     def _take(self, sequence: Sequence) -> None:
         slot, rules, rule = sequence.slot, sequence.token_rules, sequence.rule

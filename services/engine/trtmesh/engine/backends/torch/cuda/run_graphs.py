@@ -56,8 +56,8 @@ class RunGraphs(DecodeGraphs):
         lengths = np.array([len(row.sequence.tokens) for row in rows], dtype=np.int64)
         before = starts + 1 - lengths
         size = self._size(len(rows))
-        self._inputs.fill(rows, size, token_ids, before)
-        found, count = self._replay(size, rows, before), len(chunks)
+        found, count = self._replay(size, rows, token_ids, before), len(chunks)
+        depends = self._inputs.rules.find([chunk.sequence for chunk in drafted]).depends
         log_probs = found.log_probs
         choice = GraphChoice(
             [row.sequence for row in rows[count:]],
@@ -66,10 +66,9 @@ class RunGraphs(DecodeGraphs):
             None if log_probs is None else log_probs[count:],
         )
         drafts, first = [], count
-        for chunk in drafted:
+        for chunk, is_open in zip(drafted, depends, strict=True):
             last = first + len(chunk.drafts)
-            is_chosen = self._inputs.rules.are_independent([chunk.sequence])
-            chosen = (choice, first - count) if is_chosen else None
+            chosen = None if is_open else (choice, first - count)
             drafts.append(Drafted(chunk, found.logits[first:last], chosen))
             first = last
         own = None if log_probs is None else log_probs[:count]

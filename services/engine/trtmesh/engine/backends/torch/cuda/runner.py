@@ -116,7 +116,8 @@ class GraphRunner:
         return self._graphs.takes(chunk)
 
     def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
-        return any(self._rules.apart(sequences))
+        found = self._rules.find(list(sequences))
+        return bool(found.by_host or found.guided)
 
     @torch.inference_mode()
     def choose(self, sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
@@ -126,14 +127,14 @@ class GraphRunner:
             return self._chooser.choose(sequences, logits.float())
         own = [self._completing[place].sequence for place in places]
         tokens, log_probs, count = self._rows.tokens, self._rows.log_probs, len(self._rows.tokens)
-        by_host, guided = self._rules.apart(own)
-        late = [row for row in guided if places[row] < self._decoded]
+        found = self._rules.find(own)
+        late = [row for row in found.guided if places[row] < self._decoded]
         beyond = [row for row, place in enumerate(places) if place >= count]
-        rest = sorted({*by_host, *guided, *beyond}.difference(late))
+        rest = sorted({*found.by_host, *found.guided, *beyond}.difference(late))
         if late:
             rows = [places[row] for row in late]
-            found = self._own.choose_guided(rows, [own[row] for row in late])
-            log_probs = _with_rows(log_probs, found, rows, count)
+            guided = self._own.choose_guided(rows, [own[row] for row in late])
+            log_probs = _with_rows(log_probs, guided, rows, count)
         # After drafts, the last tokens are not in the rows of their sequences.
         follows = self._own is self._graphs and self._graphs.are_captured
         if self._graphs.are_shared:

@@ -11,7 +11,7 @@ from torch import Tensor
 from trtmesh.engine.backends.torch.cuda.kernels.pages import TableRows
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import TILE, tiles_of
 from trtmesh.engine.backends.torch.cuda.pinned import ALIGNED, StagedWords, aligned
-from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers, RuledRows
+from trtmesh.engine.backends.torch.cuda.ruled_rows import Numbers, RuledRows, SlotRows
 from trtmesh.engine.backends.torch.memory.kvcache import Rows
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK
@@ -57,10 +57,12 @@ class StepInputs:
         rows: int,
         token_ids: SequenceOf[int],
         before: int | Numbers = 0,
-    ) -> None:
+    ) -> SlotRows:
         """Takes a token for each chunk, after `before` more than its sequence has; the rest of the `rows` have the null
-        block and store nothing. The token -1 - n is that chosen by the device in row n."""
+        block and store nothing. The token -1 - n is that chosen by the device in row n. Returns the rules of the
+        chunks."""
         count, most = len(chunks), self._most
+        found = self.rules.find([chunk.sequence for chunk in chunks])
         starts = [chunk.start for chunk in chunks]
         width = max(starts) // self._tokens_per_block + 1
         words = self._staged.begin()
@@ -69,14 +71,15 @@ class StepInputs:
         fields[:, :rows] = 0
         fields[0, :count] = token_ids
         fields[1, :count] = starts
-        places, temperatures = self.rules.draws([chunk.sequence for chunk in chunks], before)
+        places, temperatures = self.rules.draws(found, before)
         fields[2, :count] = places
         fields[3].view(np.float64)[:count] = temperatures
         first = HEADER + ROW_FIELDS * most
         table = words[first : first + rows * width].reshape(rows, width)
-        table[:count] = self._tables[[chunk.sequence.slot for chunk in chunks], :width]
+        table[:count] = self._tables[found.slots, :width]
         table[count:] = NULL_BLOCK
         self._staged.send(first + rows * width)
+        return found
 
 
 MOST_CHUNKS = 16
@@ -125,9 +128,9 @@ class ChunkInputs:
         """The tiles of a graph with `size` tokens, [tiles, 4], see `tiles_of`; some have no tokens."""
         return self._tiles[: _most_tiles(size)]
 
-    def fill(self, chunks: SequenceOf[Chunk], size: int) -> None:
+    def fill(self, chunks: SequenceOf[Chunk], size: int) -> SlotRows:
         """Takes the tokens of chunks for a graph with `size` tokens. `kept_rows` are the last tokens of completing
-        chunks, in order; `places` and `temperatures` belong to the draws."""
+        chunks, in order; `places` and `temperatures` belong to the draws. Returns the rules of these chunks."""
         kept_fields, tiles, fields, table = self._parts(self._staged.begin())
         token_ids, positions, owners = fields
         kept: list[tuple[int, Sequence]] = []
@@ -146,15 +149,17 @@ class ChunkInputs:
         fields[:, first:size] = 0
         kept_fields[:] = 0
         kept_fields[0, : len(kept)] = [row for row, _ in kept]
-        places, temperatures = self._rules.draws([sequence for _, sequence in kept])
+        found = self._rules.find([sequence for _, sequence in kept])
+        places, temperatures = self._rules.draws(found)
         kept_fields[1, : len(kept)] = places
         kept_fields[2].view(np.float64)[: len(kept)] = temperatures
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
-        found = tiles_of(starts, counts, first_row=1, first=0)
-        tiles[: len(found)] = found
+        used = tiles_of(starts, counts, first_row=1, first=0)
+        tiles[: len(used)] = used
         # A tile without tokens reads and stores nothing.
-        tiles[len(found) : _most_tiles(size)] = 0
+        tiles[len(used) : _most_tiles(size)] = 0
         self._staged.send(self._first_row + (1 + len(chunks)) * self._tables.shape[1])
+        return found
 
     def _parts(self, words: Words) -> tuple[Words, Words, Words, Words]:
         """Fields of kept rows, tiles, fields of tokens and table, as views."""

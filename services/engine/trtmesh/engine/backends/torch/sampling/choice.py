@@ -54,12 +54,12 @@ def details_of(
 def most_likely(log_probs: Tensor, count: int) -> TopLogProbs:
     """The `count` most likely ids of a row, without impossible ids; of equal ones, the lowest ids first."""
     if not count:
-        return []
+        return [], []
     last = log_probs.topk(min(count, len(log_probs))).values[-1]
     ids = ((log_probs >= last) & (log_probs > -torch.inf)).nonzero()[:, 0]
     # The order of `topk` among equals is not defined.
     values, places = log_probs[ids].sort(descending=True, stable=True)
-    return list(zip(ids[places[:count]].tolist(), values[:count].tolist(), strict=True))
+    return ids[places[:count]].tolist(), values[:count].tolist()
 
 
 def log_probs_of(sequences: SequenceOf[Continuation], logits: Tensor) -> dict[int, Tensor]:
