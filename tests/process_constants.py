@@ -41,12 +41,16 @@ PLACES = {
     "handoff_transfer_seconds": "trtmesh.router.handoffs.live_handoff:TRANSFER_SECONDS",
     "max_parked": "trtmesh.router.handoffs.table:MAX_PARKED",
     "max_lost_workers": "trtmesh.router.requests.placer:MAX_LOST_WORKERS",
+    "siblings_together": "trtmesh.router.requests.siblings:MAX_TOGETHER",
     "sibling_wait_seconds": "trtmesh.router.requests.siblings:WAIT_SECONDS",
     "buffer_tokens": "trtmesh.router.streams.client_stream:BUFFER_TOKENS",
     "buffer_bytes": "trtmesh.router.streams.client_stream:BUFFER_BYTES",
     "client_unread_seconds": "trtmesh.router.streams.client_stream:UNREAD_SECONDS",
     "max_lost_tokenizers": "trtmesh.router.tokenizers.pool:MAX_LOST_TOKENIZERS",
     "tokenizer_wait_seconds": "trtmesh.router.tokenizers.pool:WAIT_SECONDS",
+    "decode_seconds": "trtmesh.router.tokenizers.tokenizer:DECODE_SECONDS",
+    "encode_seconds": "trtmesh.router.tokenizers.tokenizer:ENCODE_SECONDS",
+    "max_line_file_bytes": "trtmesh.router.line_file:MAX_BYTES",
     "warmup_tokens": "trtmesh.tools.bench.upstream.core:WARMUP_TOKENS",
 }
 """The module that defines a constant and alone reads it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_constants import patch
 from prometheus_client import CollectorRegistry
 from router.scripted import (
     LENGTH,
@@ -35,12 +36,15 @@ from trtmesh.tools.fleet_replay.trace import read_trace
 from typer.testing import CliRunner
 
 
-def test_file_is_bounded_and_lost_lines_are_counted(tmp_path: Path) -> None:
+def test_file_is_bounded_and_lost_lines_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch, max_line_file_bytes=10_000)
     fleet = [WorkerSnapshot("a:1", "a", "m", "", frozenset(), tokens_per_block=4)]
     record = DecisionRecord(
         "anonymous", "r", 0, "first", place("auto", fleet, PlacementQuery("m", prompt_tokens=9))
     )
-    recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
+    recorder = Recorder(tmp_path / "trace.jsonl")
     for _ in range(300):
         recorder.note(**recorded_item(first=record, hashes=[1, 2]))
         recorder.flush()
@@ -60,11 +64,11 @@ def test_file_is_bounded_and_lost_lines_are_counted(tmp_path: Path) -> None:
 
 def test_second_router_is_refused_and_finds_a_moved_file_free(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    first = Recorder(file, 10_000)
+    first = Recorder(file)
     with pytest.raises(SettingsError, match="which another router writes; give each"):
-        Recorder(file, 10_000)
+        Recorder(file)
     file.rename(tmp_path / "moved")
-    second = Recorder(file, 10_000)
+    second = Recorder(file)
     for recorder in (first, second):
         recorder.note(**recorded_item())
         recorder.flush()
@@ -79,7 +83,7 @@ def test_second_router_is_refused_and_finds_a_moved_file_free(tmp_path: Path) ->
 
 def test_adapter_of_an_item_is_recorded(tmp_path: Path) -> None:
     fleet = [WorkerSnapshot("a:1", "a", "m", "", frozenset())]
-    recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
+    recorder = Recorder(tmp_path / "trace.jsonl")
     for name in ("unit-tests", ""):
         need = AdapterNeed(Adapter(7, name, "v1"), 16, deliverable=True)
         decision = place("auto", fleet, PlacementQuery("m", prompt_tokens=9, adapter=need))
@@ -181,7 +185,7 @@ async def test_items_without_a_worker_are_recorded(tmp_path: Path) -> None:
 def test_full_disk_warns_once_a_minute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    recorder = Recorder(folder / "trace.jsonl", 10_000)
+    recorder = Recorder(folder / "trace.jsonl")
     (folder / "trace.jsonl").unlink()
     folder.rmdir()
     for _ in range(100):
@@ -194,7 +198,7 @@ def test_full_disk_warns_once_a_minute(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    recorder = Recorder(file, 1 << 20)
+    recorder = Recorder(file)
     recorder.note(**recorded_item())
     recorder.flush()
     before = file.read_bytes()
@@ -211,12 +215,12 @@ def test_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 
 def test_torn_line_of_a_killed_router_is_cut_off_and_not_replayed(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    recorder = Recorder(file, 1 << 20)
+    recorder = Recorder(file)
     recorder.note(**recorded_item())
     recorder.flush()
     recorder.close()
     before = file.read_bytes()
     file.write_bytes(before + before[: len(before) // 2])
     assert len(read_trace(file)) == 1
-    Recorder(file, 1 << 20).close()
+    Recorder(file).close()
     assert file.read_bytes() == before

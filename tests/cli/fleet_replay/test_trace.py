@@ -93,7 +93,7 @@ def test_wrong_trace_is_refused_with_its_line(tmp_path: Path, line: str, words: 
 
 
 def test_unservable_items_are_left_out(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "trace.jsonl", 10_000)
+    recorder = Recorder(tmp_path / "trace.jsonl")
     recorder.note(**recorded_item())
     recorder.note(**recorded_item(error="PROMPT_EMPTY", prompt_tokens=None, new_tokens=None))
     recorder.note(**recorded_item(error="QUEUE_TIMEOUT", prompt_tokens=None, new_tokens=None))

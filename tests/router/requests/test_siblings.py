@@ -29,13 +29,19 @@ def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(monkeypatch, sibling_wait_seconds=60)
 
 
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch, siblings_together=3)
+
+
 def found(member: GroupMember | None) -> GroupMember:
     assert member is not None
     return member
 
 
+@pytest.mark.usefixtures("small_groups")
 async def test_group_follows_its_leader_up_to_the_cap() -> None:
-    siblings = Siblings(max_together=3)
+    siblings = Siblings()
     guard = LoadGuard(lambda: None)
     assert siblings.find(blocks(1, 0)) is None
     leader = found(siblings.lead(blocks(1, 0)))
@@ -57,7 +63,7 @@ async def test_group_follows_its_leader_up_to_the_cap() -> None:
 
 
 async def test_others_hear_of_a_leader_s_first_token_too() -> None:
-    siblings = Siblings(max_together=3)
+    siblings = Siblings()
     leader = found(siblings.lead(blocks(1, 0)))
     follower = found(siblings.find(blocks(1, 1)))
     booking = LoadGuard(lambda: None).book(64, 1, 0.0)

@@ -23,7 +23,7 @@ from trtmesh.chassis.error_wire import REASON_METADATA_KEY
 from trtmesh.chassis.errors import SlowClient
 from trtmesh.chassis.fair.limits import Budget
 from trtmesh.router.metrics import RouterMetrics
-from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Pace, WriteScheduler
+from trtmesh.router.streams.client_stream import ClientStream, Pace, WriteScheduler
 from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -136,9 +136,7 @@ class Reader:
     def __init__(self, budget: Budget) -> None:
         self.stream = ClientStream(router_pb2.GenerateEvent(), WriteScheduler())
         self.ends: list[SlowClient] = []
-        self.pace = Pace(
-            ClientLimits(), budget, self.stream, RouterMetrics(), lambda: None, self.ends.append
-        )
+        self.pace = Pace(budget, self.stream, RouterMetrics(), lambda: None, self.ends.append)
         self.stream.watcher = self.pace
         self._offset = 0
 

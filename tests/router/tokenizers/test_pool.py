@@ -232,14 +232,8 @@ async def test_a_sequence_opens_with_its_first_tokens_and_closes_soon_after_its_
         assert closed == tokenizer.commands[0].open_decode.handle
 
 
-def link_to(address: str, pool: TokenizerPool, patience: tuple[float, float]) -> Tokenizer:
-    return Tokenizer(
-        address,
-        LinkRules(Deadlines(), 2**20),
-        pool,
-        decode_seconds=patience[0],
-        encode_seconds=patience[1],
-    )
+def link_to(address: str, pool: TokenizerPool) -> Tokenizer:
+    return Tokenizer(address, LinkRules(Deadlines(), 2**20), pool)
 
 
 @asynccontextmanager
@@ -253,11 +247,12 @@ async def pool_of(
     async with AsyncExitStack() as stack:
         patching = stack.enter_context(pytest.MonkeyPatch.context())
         patch(patching, max_lost_tokenizers=2, tokenizer_wait_seconds=recovery_seconds)
+        patch(patching, decode_seconds=patience[0], encode_seconds=patience[1])
         pool = TokenizerPool(RouterMetrics(), on_agreed)
         links = []
         for tokenizer in tokenizers:
             address = await stack.enter_async_context(serving_tokenizer(tokenizer))
-            link = link_to(address, pool, patience)
+            link = link_to(address, pool)
             pool.tokenizers[address] = link
             links.append(asyncio.create_task(link.run()))
         await eventually(lambda: all(link.ready for link in pool.tokenizers.values()))
@@ -457,7 +452,7 @@ async def test_second_address_of_a_process_is_no_second_tokenizer() -> None:
     one, twin = ScriptedTokenizer(instance="a process"), ScriptedTokenizer(instance="a process")
     async with serving_tokenizer(twin) as second, pool_of(one) as pool:
         (first,) = pool.tokenizers.values()
-        link = link_to(second, pool, LONG)
+        link = link_to(second, pool)
         pool.tokenizers[second] = link
         task = asyncio.create_task(link.run())
         try:

@@ -37,18 +37,11 @@ MOST_WAITING, MOST_WAITING_CHARACTERS = 20_000, 2**26
 class LineFile(Collector):
     """Appends lines to a file that no other process writes.
 
-    At `max_bytes` the file replaces `<file>.1`, so both together stay below twice that size. The file is locked, since
+    At MAX_BYTES the file replaces `<file>.1`, so both together stay below twice that size. The file is locked, since
     two routers would tear each other's.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        setting: str,
-        content: str,
-        max_bytes: int = MAX_BYTES,
-        mode: int = 0o666,
-    ) -> None:
+    def __init__(self, file: Path, setting: str, content: str, mode: int = 0o666) -> None:
         """`content` names the lines in metrics; `mode` is that of a new file. Raises SettingsError, naming the setting,
         if the file is not writable, or another router's."""
         self._mode = mode
@@ -56,7 +49,6 @@ class LineFile(Collector):
         self._file = file
         self._content = content
         self._writing = threading.Lock()
-        self._max_bytes = max_bytes
         self._waiting: deque[str] = deque()
         self._waiting_characters = 0
         self._warn = Occasionally(log, WARNING_SECONDS)
@@ -127,7 +119,7 @@ class LineFile(Collector):
     def _current(self) -> FileIO:
         """The open file, after a rotation by size or by others. Raises OSError."""
         if self._output is not None and _is_open_at(self._file, self._output):
-            if os.fstat(self._output.fileno()).st_size < self._max_bytes:
+            if os.fstat(self._output.fileno()).st_size < MAX_BYTES:
                 return self._output
             self._file.replace(self._file.with_name(self._file.name + ".1"))
         self.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trtmesh.chassis.errors import TrtmeshError
 from trtmesh.chassis.settings import Settings
-from trtmesh.router.line_file import MAX_BYTES, LineFile
+from trtmesh.router.line_file import LineFile
 from trtmesh.router.placement.place import DecisionRecord
 from trtmesh.router.values.request import GenerationRequest
 
@@ -30,9 +30,9 @@ class RecordSettings(Settings):
 class Recorder(LineFile):
     """Writes one line per finished item: block hashes instead of the prompt."""
 
-    def __init__(self, file: Path, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, file: Path) -> None:
         """Raises SettingsError, as LineFile."""
-        super().__init__(file, "router.record.file", RECORDS, max_bytes)
+        super().__init__(file, "router.record.file", RECORDS)
         self._to_unix = time.time() - time.monotonic()
 
     def note(

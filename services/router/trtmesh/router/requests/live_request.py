@@ -20,7 +20,7 @@ from trtmesh.router.requests.context import Mesh, RequestContext
 from trtmesh.router.requests.item import ItemRun, TracedItemRun
 from trtmesh.router.requests.item_events import ItemEvents
 from trtmesh.router.requests.siblings import Siblings
-from trtmesh.router.streams.client_stream import ClientLimits, ClientStream, Pace
+from trtmesh.router.streams.client_stream import ClientStream, Pace
 from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.request import GenerationRequest, ItemRequest
 from trtmesh.router.values.resumption import Received
@@ -52,7 +52,6 @@ class LiveRequest:
         received: Received,
         remaining_seconds: float | None,
         origin: str,
-        client_limits: ClientLimits,
         waiting: Budget,
         paused: set[LiveRequest],
         trace: CallTrace | None,
@@ -69,7 +68,7 @@ class LiveRequest:
         accepted.request_id, accepted.model = request.request_id, admitted.model
         accepted.seed = seed
         self.client = ClientStream(opening, mesh.writes)
-        self.pace = Pace(client_limits, waiting, self.client, mesh.metrics, self._on_pace, self.end)
+        self.pace = Pace(waiting, self.client, mesh.metrics, self._on_pace, self.end)
         self.client.watcher = self.pace
         self._paused = paused
         self.context = RequestContext(

@@ -93,7 +93,6 @@ class Requests:
     def __init__(self, mesh: Mesh, client_limits: ClientLimits) -> None:
         self._mesh = mesh
         self.tracer = mesh.tracer
-        self._client_limits = client_limits
         self._waiting = Budget(client_limits.total_bytes)
         self.draining = False
         """Whether new requests are refused because the process ends."""
@@ -174,7 +173,6 @@ class Requests:
             received,
             remaining_seconds,
             origin,
-            self._client_limits,
             self._waiting,
             self.paused,
             trace,

@@ -63,8 +63,7 @@ class GroupMember:
 
 
 class Siblings:
-    def __init__(self, max_together: int = MAX_TOGETHER) -> None:
-        self._max_together = max_together
+    def __init__(self) -> None:
         self._groups: defaultdict[int, list[PrefixGroup]] = defaultdict(list)
 
     def find(self, blocks: Sequence[int]) -> GroupMember | None:
@@ -73,7 +72,7 @@ class Siblings:
         if key is None or not self._groups[key]:
             return None
         last = self._groups[key][-1]
-        if last.members >= self._max_together:
+        if last.members >= MAX_TOGETHER:
             return self.lead(blocks)
         last.members += 1
         return GroupMember(last, frozenset())

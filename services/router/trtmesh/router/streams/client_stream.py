@@ -399,7 +399,6 @@ class ClientLimits(Settings):
 class Pace:
     """Watches the client of a request. Calls `_change` when `paused` changes, and `_end` at most once."""
 
-    _limits: ClientLimits
     _waiting: Budget
     """Memory of the output that waits for all clients."""
     _client: ClientStream
@@ -467,11 +466,11 @@ class Pace:
             return
         self._ended = True
         self._metrics.slow_clients["cancelled"] += 1
-        client, limits = self._client, self._limits
+        client = self._client
         self._end(
             SlowClient(
                 f"the client left {client.waiting_tokens} tokens and {client.waiting_bytes} bytes unread for"
                 f" {client.unread_seconds(now):.1f} s; limits are {BUFFER_TOKENS} tokens, {BUFFER_BYTES}"
-                f" bytes, {UNREAD_SECONDS:g} s, and {limits.total_bytes} bytes of all clients (client.total_bytes)"
+                f" bytes, {UNREAD_SECONDS:g} s, and {self._waiting.limit} bytes of all clients (client.total_bytes)"
             )
         )

@@ -72,7 +72,7 @@ class LocalTokenizer(Tokenizer):
     """The tokenizer of this process."""
 
     def __init__(self, local: LocalTexts, rules: LinkRules, pool: Pool) -> None:
-        super().__init__(LOCAL, rules, pool, local=local)
+        super().__init__(LOCAL, rules, pool, local)
         self._direct_texts = local.direct_texts
         self._texts: DirectTexts | None = None
         """Of the stream under way."""

@@ -169,19 +169,10 @@ class Tokenizer(Replica):
     """A tokenizer process as this router sees it."""
 
     def __init__(
-        self,
-        address: str,
-        rules: LinkRules,
-        pool: Pool,
-        *,
-        local: LocalService | None = None,
-        decode_seconds: float = DECODE_SECONDS,
-        encode_seconds: float = ENCODE_SECONDS,
+        self, address: str, rules: LinkRules, pool: Pool, local: LocalService | None = None
     ) -> None:
         super().__init__(address, rules, local)
         self._pool = pool
-        self._decode_seconds = decode_seconds
-        self._encode_seconds = encode_seconds
         self.description = pb.GetTokenizerResponse()
         self._jobs: dict[int, EncodeJob] = {}
         self._sequences: dict[int, DecodedSequence] = {}
@@ -410,11 +401,11 @@ class Tokenizer(Replica):
         """Raises Unavailable if commands stay unanswered while another tokenizer answers: slow together is not frozen.
         Time is counted in looks, so a router that stood still blames no tokenizer."""
         while True:
-            await next_tick(self._decode_seconds / LOOKS)
+            await next_tick(DECODE_SECONDS / LOOKS)
             self._unanswered.look()
-            self._look_at_jobs(self._encode_seconds / self._decode_seconds * LOOKS)
+            self._look_at_jobs(ENCODE_SECONDS / DECODE_SECONDS * LOOKS)
             if self._unanswered.overdue:
-                self._leave_unless_alone("tokens", self._decode_seconds)
+                self._leave_unless_alone("tokens", DECODE_SECONDS)
             if self._jobs and not self._unanswered.batches:
                 # Long texts are slow to encode; the answer to an empty batch proves a live process.
                 self._unanswered.batches.append(DecodeBatch([], []))
@@ -433,7 +424,7 @@ class Tokenizer(Replica):
         waits = any(not job.is_long for job in self._jobs.values())
         self._without_encoded = self._without_encoded + 1 if waits else 0
         if self._without_encoded >= most:
-            self._leave_unless_alone("texts", self._encode_seconds)
+            self._leave_unless_alone("texts", ENCODE_SECONDS)
         overdue = []
         for job in self._jobs.values():
             job.looks += 1
