@@ -118,7 +118,7 @@ class OneWorker:
     released: bool = False
     leases: list[str] = field(default_factory=list)
 
-    def hand_over(self, lease_id: str, seconds: float) -> None:
+    def leave_kv(self, lease_id: str, seconds: float) -> None:
         self.leases.append(lease_id)
 
     def stop(self, reason: int) -> None:

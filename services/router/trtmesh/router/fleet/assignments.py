@@ -215,7 +215,7 @@ class Handle:
             table._stopping.setdefault(number, table._looks)
             table._send(pb.EngineCommand(stop=pb.StopCommand(handles=[number], reason=reason)))
 
-    def hand_over(self, lease_id: str, seconds: float) -> None:
+    def leave_kv(self, lease_id: str, seconds: float) -> None:
         """Asks the worker to stop the sequence at the next token, and to keep the KV under a lease."""
         command = kv_pb.HandOverCommand(
             handle=self._number, lease_id=lease_id, expires_in_ms=round(seconds * 1000)

@@ -397,7 +397,7 @@ class LiveHandoff:
             self.owner.start_prefill(self, leg)
         for run in self._runs:
             if leg is None and run.assignment is not None:
-                run.assignment.hand_over(self.lease_id, self.life_seconds)
+                run.assignment.leave_kv(self.lease_id, self.life_seconds)
 
     def on_started(self, runs: Sequence[SequenceRun]) -> None:
         """The prefill of `runs` was submitted."""

@@ -355,7 +355,7 @@ class Hedger:
         known, tokens = self._refused.get(late.run), len(late.run.token_ids)
         self._refused[late.run] = _Refusal(obstacle, tokens, self._looks)
         if known is None or (known.obstacle, known.tokens) != (obstacle, tokens):
-            self.metrics.hedges_refused[obstacle.value] += 1
+            self.metrics.hedges_refused[obstacle.word] += 1
             record = self._record(worker, late)
             record.outcome, record.detail = "refused", detail or obstacle.text
             self._records.append(record)

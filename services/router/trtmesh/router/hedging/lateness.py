@@ -45,34 +45,20 @@ class Cause(Enum):
 
 
 class Obstacle(Enum):
-    """Why no second copy starts, the least hopeless first."""
+    """Why no second copy starts, the least hopeless first: a word, and the reason without what differs."""
 
-    BUDGET = "budget"
-    BUSY = "busy"
-    KV_FULL = "kv_full"
-    LATE = "late"
-    UNREADY = "unready"
-    NOT_EXACT = "not_exact"
-    OTHER_KIND = "other_kind"
-    ALONE = "alone"
-    ITEM = "item"
+    BUDGET = "budget", "copies took their share of the tokens already"
+    BUSY = "busy", "it has a queue or a full batch"
+    KV_FULL = "kv_full", f"more than {MOST_USED:.0%} of its KV blocks are in use"
+    LATE = "late", "it is late itself"
+    UNREADY = "unready", "it takes no items"
+    NOT_EXACT = "not_exact", "its tokens depend on the batch: neither batch_invariant nor float32"
+    OTHER_KIND = "other_kind", "it is not exact with the first worker"
+    ALONE = "alone", "there is no other worker"
+    ITEM = "item", ""
 
-    @property
-    def text(self) -> str:
-        """The reason of a worker's exclusion, without what differs."""
-        return _TEXTS.get(self, "")
-
-
-_TEXTS = {
-    Obstacle.BUDGET: "copies took their share of the tokens already",
-    Obstacle.BUSY: "it has a queue or a full batch",
-    Obstacle.KV_FULL: f"more than {MOST_USED:.0%} of its KV blocks are in use",
-    Obstacle.LATE: "it is late itself",
-    Obstacle.UNREADY: "it takes no items",
-    Obstacle.NOT_EXACT: "its tokens depend on the batch: neither batch_invariant nor float32",
-    Obstacle.OTHER_KIND: "it is not exact with the first worker",
-    Obstacle.ALONE: "there is no other worker",
-}
+    def __init__(self, word: str, text: str) -> None:
+        self.word, self.text = word, text
 
 
 class Seen:

@@ -146,18 +146,23 @@ class Race:
         self.drop("ended")
         self.first.release(error)
 
-    def hand_over(self, lease_id: str, seconds: float) -> None:
+    def leave_kv(self, lease_id: str, seconds: float) -> None:
         self.drop("ended")
-        self.first.hand_over(lease_id, seconds)
+        self.first.leave_kv(lease_id, seconds)
 
-    # From the workers.
+    # From the workers, of which each has one of the copies.
 
-    def leave(self, address: str, error: TrtmeshError) -> None:
+    def migrate(self, _copies: Sequence[object], address: str, error: TrtmeshError) -> bool:
         """Leaves a suspect or draining worker: the other copy goes on."""
         if address == self.first.address:
             self._switch(None)
         else:
             self.drop("lost", error.message)
+        return True
+
+    def hand_over(self, copies: Sequence[object], _address: str, _cause: str) -> Sequence[object]:
+        """Returns the copy: a race is short, and its KV does not move."""
+        return copies
 
     def first_advanced(self, seconds: float) -> None:
         """The first worker delivered `seconds` after its last token."""
@@ -277,29 +282,13 @@ class Race:
             )
 
 
-class CopyOwner:
-    """What a worker wants of a copy."""
-
-    def __init__(self, race: Race) -> None:
-        self._race = race
-
-    def migrate(self, _runs: Sequence[object], address: str, error: TrtmeshError) -> bool:
-        """Leaves a suspect or draining worker."""
-        self._race.leave(address, error)
-        return True
-
-    def hand_over(self, runs: Sequence[object], _address: str, _cause: str) -> Sequence[object]:
-        """Returns all copies: a race is short, and its KV does not move."""
-        return runs
-
-
 class Copy:
     """What both copies have of their sequence."""
 
     def __init__(self, race: Race, run: SequenceRun) -> None:
         self._race = race
         self._run = run
-        self.owner = CopyOwner(race)
+        self.owner = race
         self.model, self.request_id = run.model, run.request_id
         self.sequence_index, self.most_tokens = run.sequence_index, run.most_tokens
 

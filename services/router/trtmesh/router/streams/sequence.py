@@ -201,7 +201,7 @@ class Assignment(Protocol):
     def release(self, error: TrtmeshError | None) -> None:
         """Stops the sequence on the worker and drops later output; `error` names the worker's fault, if any."""
 
-    def hand_over(self, lease_id: str, seconds: float) -> None:
+    def leave_kv(self, lease_id: str, seconds: float) -> None:
         """Asks the worker to stop the sequence at the next token, and to keep the KV under a lease."""
 
 
