@@ -313,6 +313,7 @@ SMALL_IDEAS = {
     "router.doors.openai.completions": "an endpoint",
     "router.doors.openai.answer_parts": "the words between the parser and the endpoints",
     "router.doors.triton.templates.ensemble": "a template, like its neighbours",
+    "router.doors.triton.token_ids": "what clients send and an engine would refuse",
     "router.doors.triton.triton": "the door as a whole",
     "router.doors.triton.unmerged": "tokens taken apart for clients that count responses",
     "router.fleet.link_local": "a rule against strangers, to be read alone",

@@ -44,7 +44,7 @@ from trtmesh.router.doors.triton.unmerged import Unmerged
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.router.requests.live_request import LiveRequest
 from trtmesh.router.requests.requests import RequestKey, Requests
-from trtmesh.router.streams.client_stream import Waiting
+from trtmesh.router.streams.client_stream import ClientStream, Waiting
 from trtmesh.router.tracing import CallTrace
 from trtmesh.router.values.request import MAX_REQUEST_ID_LENGTH, GenerationRequest
 from trtmesh.v1 import router_pb2 as router_pb
@@ -59,8 +59,7 @@ def _read(
     template: GenerationTemplate, call: Call, vocabulary_size: int, bias_size: int
 ) -> tuple[Call, GenerationRequest]:
     """Returns the call with the prompt wrapped and the bias fitted, and the request."""
-    if vocabulary_size or bias_size:
-        call = with_fitted_bias(with_wrapped_prompt(call, vocabulary_size), bias_size)
+    call = with_fitted_bias(with_wrapped_prompt(call, vocabulary_size), bias_size)
     return call, template.request(call, "")
 
 
@@ -169,10 +168,10 @@ class Generations:
                 apart = call.streaming and not call.model.merge_tokens and not has_beams(request)
                 complete = partial(self._complete, call.model, answers)
                 unmerged = Unmerged() if apart else None
-                told = GeneratedAnswers(live, answers, complete, unmerged, self._metrics, sink)
+                told = GeneratedAnswers(answers, complete, unmerged, self._metrics, sink)
                 known = self._known(message, owner, call.request_id, live)
                 with Timed(counting, answers, live), known:
-                    await told.forward(limit)
+                    await told.forward(live.client, limit)
 
     def _known(
         self,
@@ -228,15 +227,11 @@ class Generations:
             partial(self._mesh_name, owner, name),
             partial(Timed, counting, answers),
         )
-        limit = TimeLimit(call.timeout_seconds)
+        complete = partial(self._complete, call.model, answers)
+        told = GeneratedAnswers(answers, complete, None, self._metrics, sink)
         with self._known(message, owner, name, loop):
             async with aclosing(loop):
-                while (waiting := await limit.keep(loop.next_entries())) is not None:
-                    answers.see(waiting)
-                    await self._complete(call.model, answers)
-                    for answer in answers.take():
-                        await sink.write(answer)
-                        self._metrics.client_messages += 1
+                await told.forward(loop, TimeLimit(call.timeout_seconds))
 
     def _answers_of(
         self, call: Call, template: GenerationTemplate, request: GenerationRequest
@@ -281,7 +276,6 @@ class GeneratedAnswers(Sink[Sequence[Waiting]]):
 
     def __init__(
         self,
-        live: LiveRequest,
         answers: Answers | PlainText,
         complete: Callable[[], Awaitable[None]],
         unmerged: Unmerged | None,
@@ -289,18 +283,18 @@ class GeneratedAnswers(Sink[Sequence[Waiting]]):
         sink: Sink[Answer],
     ) -> None:
         """`complete` completes the texts of what was seen."""
-        self._client, self._seen, self._complete = live.client, answers, complete
+        self._seen, self._complete = answers, complete
         self._unmerged, self._metrics, self._sink = unmerged, metrics, sink
         self._untold = deque[Answer]()
         """Answers to the message under way."""
 
-    async def forward(self, limit: TimeLimit) -> None:
+    async def forward(self, source: ClientStream | BlsLoop, limit: TimeLimit) -> None:
         """Passes all answers on until all rows are over: without a limit, most in the pass in which they become
         ready."""
-        if not limit.is_set:
-            await self._client.forward(self)
+        if isinstance(source, ClientStream) and not limit.is_set:
+            await source.forward(self)
             return
-        while (waiting := await limit.keep(self._client.next_entries())) is not None:
+        while (waiting := await limit.keep(source.next_entries())) is not None:
             await self.write(waiting)
 
     def _parts(self, waiting: Sequence[Waiting]) -> Iterable[Sequence[Waiting]]:

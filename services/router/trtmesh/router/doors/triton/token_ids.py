@@ -8,7 +8,6 @@ from dataclasses import replace
 from trtmesh.router.doors.triton.engines import Engines
 from trtmesh.router.doors.triton.templates.template import Call
 from trtmesh.router.doors.triton.templates.texts import Texts
-from trtmesh.router.doors.triton.tensors import InputTensor
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_input_lengths")
 BIAS = "embedding_bias"
@@ -27,17 +26,21 @@ def without_decoder_start(call: Call, engines: Engines) -> Call:
 
 
 def wrap_size(call: Call, engines: Engines) -> int:
-    """The size of the vocabulary that the prompt's ids are taken modulo; 0 to take them as they are."""
-    wraps = "input_ids" in call.inputs and _wraps(call)
+    """The size of the vocabulary that the prompt's ids are taken modulo; 0 to take them as they are: a table extends
+    the vocabulary."""
+    wraps = call.model.wrap_token_ids and "input_ids" in call.inputs
+    wraps = wraps and "prompt_embedding_table" not in call.inputs
     return engines.vocabulary_size(call.model) if wraps else 0
 
 
 def with_wrapped_prompt(call: Call, vocabulary_size: int) -> Call:
-    """Returns the call with the prompt's ids modulo the size, or unchanged for a size of 0."""
+    """Returns the call with the prompt's ids modulo the size, or unchanged for a size of 0. Ids below 0 count from its
+    end."""
     if not vocabulary_size:
         return call
-    ids = wrapped(call.inputs["input_ids"], vocabulary_size)
-    return replace(call, inputs={**call.inputs, "input_ids": ids})
+    ids = call.inputs["input_ids"]
+    elements = array("i", (int(token) % vocabulary_size for token in ids.elements))
+    return replace(call, inputs={**call.inputs, "input_ids": replace(ids, elements=elements)})
 
 
 def bias_size(call: Call, engines: Engines, texts: Texts) -> int:
@@ -68,17 +71,3 @@ def _has_only_decoder_start(call: Call) -> bool:
     ids, lengths = map(call.inputs.get, DECODER_INPUTS)
     starts = ids is not None and ids.row_shape == (1,)
     return starts and (lengths is None or set(lengths.elements) == {1})
-
-
-def _wraps(call: Call) -> bool:
-    """Whether ids outside of the vocabulary have no meaning: a table extends the vocabulary."""
-    tables = "prompt_embedding_table" in call.inputs
-    return call.model.wrap_token_ids and not tables
-
-
-def wrapped(ids: InputTensor, vocabulary_size: int) -> InputTensor:
-    """Ids modulo the size of the vocabulary, 0 if unknown. Ids below 0 count from its end."""
-    if not vocabulary_size:
-        return ids
-    elements = array("i", (int(token) % vocabulary_size for token in ids.elements))
-    return replace(ids, elements=elements)

@@ -15,7 +15,11 @@ from trtmesh.router.doors.triton.templates.outputs import (
     metrics_of,
 )
 from trtmesh.router.doors.triton.templates.template import Call
-from trtmesh.router.doors.triton.templates.tensor_table import LLMAPI_INPUTS, LLMAPI_OUTPUTS
+from trtmesh.router.doors.triton.templates.tensor_table import (
+    LLMAPI_INPUTS,
+    LLMAPI_OUTPUTS,
+    LLMAPI_PERF_OUTPUTS,
+)
 from trtmesh.router.doors.triton.tensors import Output
 from trtmesh.router.values.request import GenerationRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -92,23 +96,15 @@ class LlmApiOutputs:
 
 def _perf_metrics(metrics: pb.PerfMetrics) -> Iterable[Output]:
     reused, computed = metrics.kv_cache_reused_blocks, metrics.kv_cache_alloc_new_blocks
-    hit_rate = reused / (reused + computed) if reused + computed else 0.0
-    for name, data_type, number in (
-        ("kv_cache_reused_block", "INT32", reused),
+    own = {
+        "kv_cache_reused_block": reused,
         # A block not found is computed.
-        ("kv_cache_missed_block", "INT32", computed),
-        ("kv_cache_alloc_new_blocks", "INT32", computed),
-        ("kv_cache_alloc_total_blocks", "INT32", metrics.kv_cache_alloc_total_blocks),
-        ("kv_cache_hit_rate", "FP32", hit_rate),
-        ("arrival_time_ns", "INT64", metrics.arrival_time_ns),
-        ("first_scheduled_time_ns", "INT64", metrics.first_scheduled_time_ns),
-        ("first_token_time_ns", "INT64", metrics.first_token_time_ns),
-        ("last_token_time_ns", "INT64", metrics.last_token_time_ns),
-        ("acceptance_rate", "FP32", metrics.acceptance_rate),
-        ("total_accepted_draft_tokens", "INT32", metrics.total_accepted_draft_tokens),
-        ("total_draft_tokens", "INT32", metrics.total_draft_tokens),
-    ):
-        yield Output.of_numbers(name, data_type, (1,), [number])
+        "kv_cache_missed_block": computed,
+        "kv_cache_hit_rate": reused / (reused + computed) if reused + computed else 0.0,
+    }
+    for spec in LLMAPI_PERF_OUTPUTS:
+        number = own[spec.name] if spec.name in own else getattr(metrics, spec.name)
+        yield Output.of_numbers(spec.name, spec.data_type, (1,), [number])
 
 
 LLMAPI = LlmApiTemplate(

@@ -542,13 +542,16 @@ def unasked_outputs(release: Release) -> frozenset[str]:
 
 _REUSED = "`PerfMetrics.kv_cache_reused_blocks`"
 _COMPUTED = "`PerfMetrics.kv_cache_alloc_new_blocks`"
+LLMAPI_PERF_OUTPUTS = (
+    _out("kv_cache_reused_block", "INT32 -1", _REUSED),
+    _out("kv_cache_missed_block", "INT32 -1", _COMPUTED, "a block not found is computed"),
+    _out("kv_cache_hit_rate", "FP32 -1", f"{_REUSED}, {_COMPUTED}", "reused / (reused + new)"),
+    *(spec for spec in PERF_OUTPUTS if spec.name != "kv_cache_reused_blocks"),
+)
 LLMAPI_OUTPUTS = (
     TEXT_OUTPUT,
     _out("finish_reason", "BYTES -1", "`SequenceFinished.reason`"),
     _out("stop_reason", "BYTES -1", "`SequenceFinished.stop_text`"),
     _out("cumulative_logprob", "FP32 -1", "`SequenceFinished.cumulative_log_prob`"),
-    _out("kv_cache_reused_block", "INT32 -1", _REUSED),
-    _out("kv_cache_missed_block", "INT32 -1", _COMPUTED, "a block not found is computed"),
-    _out("kv_cache_hit_rate", "FP32 -1", f"{_REUSED}, {_COMPUTED}", "reused / (reused + new)"),
-    *(spec for spec in PERF_OUTPUTS if spec.name != "kv_cache_reused_blocks"),
+    *LLMAPI_PERF_OUTPUTS,
 )
