@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trtmesh.engine.backend import PerfMetrics
 from trtmesh.engine.ledger import SequenceTimes
+from trtmesh.v1 import generation_pb2 as pb
 
 
 def test_queue_time_ends_with_scheduling() -> None:
@@ -19,6 +19,15 @@ def test_queue_time_is_never_negative() -> None:
 
 def test_metrics_at_start_leave_out_last_token() -> None:
     times = SequenceTimes(1, 2, 3, 4, new_blocks=5, reused_blocks=6)
-    metrics = PerfMetrics(1, 2, 3, 4, 5, 6, 5)
+    metrics = pb.PerfMetrics(
+        arrival_time_ns=1,
+        first_scheduled_time_ns=2,
+        first_token_time_ns=3,
+        last_token_time_ns=4,
+        kv_cache_alloc_new_blocks=5,
+        kv_cache_reused_blocks=6,
+        kv_cache_alloc_total_blocks=5,
+    )
     assert times.perf_metrics() == metrics
-    assert times.metrics_at_start() == PerfMetrics(1, 2, 3, 0, 5, 6, 5)
+    metrics.last_token_time_ns = 0
+    assert times.metrics_at_start() == metrics

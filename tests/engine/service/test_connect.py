@@ -32,7 +32,6 @@ from trtmesh.engine.backend import (
     BlocksStored,
     Capabilities,
     HeldAdapter,
-    PerfMetrics,
     PromptDetails,
     SequenceStart,
     TokenDetails,
@@ -227,7 +226,7 @@ class TestMultiplexing:
                 {key: [8]},
                 details=[TokenDetails(key, [-0.5], -0.5, [([8, 9], [-0.5, -1.5])])],
                 prompts=[PromptDetails(key, 0, [-1.0, -2.0])],
-                starts=[SequenceStart(key, PerfMetrics(1, 2, 3))],
+                starts=[SequenceStart(key, pb.PerfMetrics(first_token_time_ns=3))],
             )
             await stream.until(lambda: stream.steps)
             (details,) = stream.steps[0].details

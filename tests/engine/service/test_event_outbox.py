@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtmesh.chassis.errors import Draining, InvalidField, SlowClient
 from trtmesh.chassis.vocabulary import Tensor
-from trtmesh.engine.backend import PerfMetrics, PromptDetails, SequenceStart, TokenDetails
+from trtmesh.engine.backend import PromptDetails, SequenceStart, TokenDetails
 from trtmesh.engine.service import event_outbox
 from trtmesh.engine.service.event_outbox import (
     MAX_ANSWERS,
@@ -26,6 +26,7 @@ from trtmesh.engine.service.event_outbox import (
 )
 from trtmesh.engine.service.metrics import EngineMetrics
 from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
 from trtmesh.v1 import kv_transfer_pb2 as transfer
 
 FAREWELL = Draining("the worker stops; use another")
@@ -314,7 +315,7 @@ def with_logits(made: StepPart) -> StepPart:
         made.details.append(TokenDetails(handle, generation_logits=Tensor(1, (count, 2), data)))
         if not offset:
             made.prompts.append(PromptDetails(handle, context_logits=Tensor(1, (1, 2), b"p" * 8)))
-            made.starts.append(SequenceStart(handle, PerfMetrics(arrival_time_ns=handle + 1)))
+            made.starts.append(SequenceStart(handle, pb.PerfMetrics(arrival_time_ns=handle + 1)))
     return made
 
 

@@ -13,13 +13,13 @@ from trtmesh.engine.backend import (
     BlocksRemoved,
     BlocksStored,
     HandoffNews,
-    PerfMetrics,
     SequenceEnd,
     StepOutput,
     Submission,
 )
 from trtmesh.engine.backends.simulated.backend import SimulatedBackend
 from trtmesh.engine.backends.simulated.settings import SimulatedSettings
+from trtmesh.v1 import generation_pb2 as pb
 
 PATIENCE_SECONDS = 60.0
 
@@ -33,7 +33,7 @@ class Run:
     failures: list[BaseException] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     offsets: dict[int, int] = field(default_factory=dict)
-    starts: dict[int, PerfMetrics] = field(default_factory=dict)
+    starts: dict[int, pb.PerfMetrics] = field(default_factory=dict)
     ends: dict[int, SequenceEnd] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
     news: list[HandoffNews] = field(default_factory=list)

@@ -20,7 +20,6 @@ from trtmesh.engine.backend import (
     HandoffNews,
     HandsOverBlocks,
     HoldsAdapters,
-    PerfMetrics,
     PromptDetails,
     SequenceEnd,
     StepOutput,
@@ -29,6 +28,7 @@ from trtmesh.engine.backend import (
 )
 from trtmesh.engine.backends.torch.backend import TorchBackend
 from trtmesh.engine.backends.torch.settings import TorchSettings
+from trtmesh.v1 import generation_pb2 as pb
 
 SECONDS = 60.0
 
@@ -41,7 +41,7 @@ class Stream:
     first_offset: int | None = None
     details: list[TokenDetails] = field(default_factory=list)
     prompts: list[PromptDetails] = field(default_factory=list)
-    start: PerfMetrics | None = None
+    start: pb.PerfMetrics | None = None
     end: SequenceEnd | None = None
     blocks_used_at_end: int | None = None
 

@@ -14,7 +14,7 @@ from engine.torch.harness import Harness, Stream, configure, module_of, running
 from oracle import tiny_models
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import GenerationConfig
-from trtmesh.engine.backend import PerfMetrics, SequenceEnd
+from trtmesh.engine.backend import SequenceEnd
 from trtmesh.v1 import generation_pb2 as pb
 
 LONG = configure(max_tokens=400, ignore_end_id=True)
@@ -199,11 +199,11 @@ async def test_perf_metrics_are_in_order_and_only_on_request(llama: Path) -> Non
         assert metrics.first_scheduled_time_ns < metrics.first_token_time_ns
         assert metrics.first_token_time_ns < metrics.last_token_time_ns
         assert silent.start is None
-        known = metrics.first_scheduled_time_ns, metrics.first_token_time_ns
         # With the first token: the prompt's 10 tokens have KV, and there is no last token.
-        assert asking.start == PerfMetrics(
-            metrics.arrival_time_ns,
-            *known,
+        assert asking.start == pb.PerfMetrics(
+            arrival_time_ns=metrics.arrival_time_ns,
+            first_scheduled_time_ns=metrics.first_scheduled_time_ns,
+            first_token_time_ns=metrics.first_token_time_ns,
             kv_cache_alloc_new_blocks=3,
             kv_cache_alloc_total_blocks=3,
         )

@@ -16,6 +16,7 @@ from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.stopping import StopVocabulary
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Tensor
 from trtmesh.v1 import engine_pb2 as epb
+from trtmesh.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     # Needs numpy, which a simulation does without.
@@ -133,28 +134,12 @@ class Submission:
         return len(self.token_ids) - self.emitted_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PerfMetrics:
-    """generation.proto's PerfMetrics; times are nanoseconds of the Unix clock."""
-
-    arrival_time_ns: int = 0
-    first_scheduled_time_ns: int = 0
-    first_token_time_ns: int = 0
-    last_token_time_ns: int = 0
-    kv_cache_alloc_new_blocks: int = 0
-    kv_cache_reused_blocks: int = 0
-    kv_cache_alloc_total_blocks: int = 0
-    acceptance_rate: float = 0.0
-    total_accepted_draft_tokens: int = 0
-    total_draft_tokens: int = 0
-
-
 @dataclass(slots=True)
 class SequenceStart:
     """The metrics of a sequence at its first token, where the item asks for metrics."""
 
     key: int
-    perf_metrics: PerfMetrics
+    perf_metrics: pb.PerfMetrics
 
 
 @dataclass(slots=True)
@@ -169,7 +154,7 @@ class SequenceEnd:
     stop_token_ids: tuple[int, ...] = ()
     cumulative_log_prob: float | None = None
     error: TrtmeshError | None = None
-    perf_metrics: PerfMetrics | None = None
+    perf_metrics: pb.PerfMetrics | None = None
     queue_seconds: float = 0.0
     handoff_state: HandoffState | None = None
     """Set for HANDOFF by a backend with a StateKind."""

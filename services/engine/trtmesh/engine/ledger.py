@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from trtmesh.chassis.vocabulary import Adapter
@@ -12,10 +12,10 @@ from trtmesh.engine.backend import (
     BlocksRemoved,
     BlocksStored,
     KvEvent,
-    PerfMetrics,
     SequenceEnd,
     StepOutput,
 )
+from trtmesh.v1 import generation_pb2 as pb
 
 
 @dataclass(slots=True)
@@ -36,8 +36,8 @@ class SequenceTimes:
         """Time from arrival to scheduling, or to now."""
         return max(0, (self.scheduled_ns or time.time_ns()) - self.arrival_ns) / 1e9
 
-    def perf_metrics(self) -> PerfMetrics:
-        return PerfMetrics(
+    def perf_metrics(self) -> pb.PerfMetrics:
+        return pb.PerfMetrics(
             arrival_time_ns=self.arrival_ns,
             first_scheduled_time_ns=self.scheduled_ns,
             first_token_time_ns=self.first_token_ns,
@@ -50,9 +50,11 @@ class SequenceTimes:
             total_draft_tokens=self.draft_tokens,
         )
 
-    def metrics_at_start(self) -> PerfMetrics:
+    def metrics_at_start(self) -> pb.PerfMetrics:
         """The metrics known with the first token."""
-        return replace(self.perf_metrics(), last_token_time_ns=0)
+        metrics = self.perf_metrics()
+        metrics.last_token_time_ns = 0
+        return metrics
 
 
 S = TypeVar("S")

@@ -33,7 +33,6 @@ from trtllm_client import (
 from trtmesh.chassis.errors import BackendFailed, QueueFull
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import (
-    PerfMetrics,
     PromptDetails,
     SequenceEnd,
     StepOutput,
@@ -267,7 +266,7 @@ def _rows(count: int, row: int) -> Tensor:
 async def test_metrics_are_seconds_and_the_arrival_is_the_clients() -> None:
     recording = backend()
     output = tpb.OutputConfig(return_perf_metrics=True)
-    metrics = PerfMetrics(
+    metrics = pb.PerfMetrics(
         arrival_time_ns=10**9,
         first_token_time_ns=3 * 10**9,
         total_accepted_draft_tokens=4,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TypeVar
 
@@ -12,7 +12,6 @@ from trtmesh.chassis.errors import InvalidField, SlowClient, TrtmeshError
 from trtmesh.chassis.forwarding import Forwarder
 from trtmesh.chassis.vocabulary import Tensor
 from trtmesh.engine.backend import (
-    PerfMetrics,
     PromptDetails,
     SequenceEnd,
     SequenceStart,
@@ -239,8 +238,6 @@ def _sliced(tensor: Tensor | None, first: int, end: int) -> Tensor | None:
     data = tensor.data[first * size : end * size]
     return replace(tensor, shape=(end - first, *tensor.shape[1:]), data=data)
 
-
-_PERF_FIELDS = [field.name for field in fields(PerfMetrics)]
 
 MAX_PARTS = 64
 """Most waiting parts. More are merged for good: a stalled router costs little memory."""
@@ -469,7 +466,7 @@ def end_message(
     handle: int, end: SequenceEnd, handoff: transfer.HandoffDescriptor | None = None
 ) -> epb.SequenceEnd:
     """Encodes the end of the sequence with this handle; `handoff` describes the KV after a handoff."""
-    message = epb.SequenceEnd(
+    return epb.SequenceEnd(
         handle=handle,
         reason=pb.FinishReason.ValueType(end.reason),
         prompt_tokens=end.prompt_tokens,
@@ -479,10 +476,8 @@ def end_message(
         cumulative_log_prob=end.cumulative_log_prob,
         error=to_proto(end.error) if end.error else None,
         handoff=handoff,
+        perf_metrics=end.perf_metrics,
     )
-    if end.perf_metrics:
-        _fill_metrics(message.perf_metrics, end.perf_metrics)
-    return message
 
 
 def _fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) -> None:
@@ -498,7 +493,7 @@ def _fill_step(step: epb.Step, part: StepPart, ends: Sequence[epb.SequenceEnd]) 
     for prompt in part.prompts:
         _fill_prompt(step.prompts.add(handle=prompt.key).details, prompt)
     for start in part.starts:
-        _fill_metrics(step.starts.add(handle=start.key).perf_metrics, start.perf_metrics)
+        step.starts.add(handle=start.key, perf_metrics=start.perf_metrics)
 
 
 def _fill_details(message: pb.TokenDetails, details: TokenDetails) -> None:
@@ -528,8 +523,3 @@ def _tensor(tensor: Tensor) -> pb.Tensor:
     return pb.Tensor(
         data_type=pb.DataType.ValueType(tensor.data_type), shape=tensor.shape, data=tensor.data
     )
-
-
-def _fill_metrics(message: pb.PerfMetrics, metrics: PerfMetrics) -> None:
-    for name in _PERF_FIELDS:
-        setattr(message, name, getattr(metrics, name))

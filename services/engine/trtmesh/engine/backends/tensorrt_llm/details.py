@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from trtmesh.chassis.errors import BackendFailed
 from trtmesh.chassis.vocabulary import Tensor
-from trtmesh.engine.backend import PerfMetrics, PromptDetails, TopLogProbs, most_likely
+from trtmesh.engine.backend import PromptDetails, TopLogProbs, most_likely
 from trtmesh.engine.ledger import SequenceTimes
 from trtmesh.v1 import generation_pb2 as pb
 
@@ -82,28 +81,22 @@ def _table(logits: Any, rows: int, vocabulary_size: int, field: str) -> torch.Te
     return table[:rows, :vocabulary_size]
 
 
-def metrics_of(times: SequenceTimes, measured: Any) -> PerfMetrics:
+def metrics_of(times: SequenceTimes, measured: Any) -> pb.PerfMetrics:
     """The worker's times with what the library measured: `measured` is its request_perf_metrics, or None."""
     metrics = times.perf_metrics()
     if measured is None:
         return metrics
     cache = getattr(measured, "kv_cache_metrics", None)
     drafts = getattr(measured, "speculative_decoding", None)
-    metrics = replace(metrics, first_scheduled_time_ns=_scheduled(times, measured))
+    metrics.first_scheduled_time_ns = _scheduled(times, measured)
     if cache is not None:
-        metrics = replace(
-            metrics,
-            kv_cache_alloc_new_blocks=int(getattr(cache, "num_new_allocated_blocks", 0)),
-            kv_cache_reused_blocks=int(getattr(cache, "num_reused_blocks", 0)),
-            kv_cache_alloc_total_blocks=int(getattr(cache, "num_total_allocated_blocks", 0)),
-        )
+        metrics.kv_cache_alloc_new_blocks = int(getattr(cache, "num_new_allocated_blocks", 0))
+        metrics.kv_cache_reused_blocks = int(getattr(cache, "num_reused_blocks", 0))
+        metrics.kv_cache_alloc_total_blocks = int(getattr(cache, "num_total_allocated_blocks", 0))
     if drafts is not None:
-        metrics = replace(
-            metrics,
-            acceptance_rate=float(getattr(drafts, "acceptance_rate", 0.0)),
-            total_accepted_draft_tokens=int(getattr(drafts, "total_accepted_draft_tokens", 0)),
-            total_draft_tokens=int(getattr(drafts, "total_draft_tokens", 0)),
-        )
+        metrics.acceptance_rate = float(getattr(drafts, "acceptance_rate", 0.0))
+        for name in ("total_accepted_draft_tokens", "total_draft_tokens"):
+            setattr(metrics, name, int(getattr(drafts, name, 0)))
     return metrics
 
 

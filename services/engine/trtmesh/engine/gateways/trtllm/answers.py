@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, repeat
 
 from smg_grpc_proto.generated import trtllm_service_pb2 as tpb
-from trtmesh.engine.backend import PerfMetrics, SequenceEnd, TopLogProbs
+from trtmesh.engine.backend import SequenceEnd, TopLogProbs
 from trtmesh.engine.gateways.trtllm.request import AskedGeneration
 from trtmesh.engine.gateways.trtllm.sequence import SequenceOutput
 from trtmesh.v1 import generation_pb2 as pb
@@ -115,7 +115,7 @@ def _log_prob(token: int, log_prob: float, top: TopLogProbs, most: int) -> tpb.T
     return tpb.TokenLogprob(token_id=token, logprob=log_prob, top_logprobs=alternatives)
 
 
-def _metrics(metrics: PerfMetrics, arrival_time: float | None) -> tpb.PerfMetrics:
+def _metrics(metrics: pb.PerfMetrics, arrival_time: float | None) -> tpb.PerfMetrics:
     """Seconds of the Unix clock. The client may have given the arrival."""
     return tpb.PerfMetrics(
         arrival_time=metrics.arrival_time_ns / 1e9 if arrival_time is None else arrival_time,
