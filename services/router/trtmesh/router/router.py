@@ -158,8 +158,8 @@ class Router:
                 self._tokenizers,
                 self._metrics,
                 lambda: not runtime.health.problems,
+                self._http,
             )
-            openai.register(self._http)
             generating = openai.generating
         self._admin_door = self._make_admin_door(generating)
         runtime.registry.register(self._metrics)
@@ -271,7 +271,7 @@ class Router:
     async def start(self) -> None:
         await self._admin_door.open()
         if self._http is not None:
-            await self._http.open()
+            await self._http.server.open()
         await self._adapters.refresh()
         await self._tell_health()
         settings = self._settings
@@ -340,7 +340,7 @@ class Router:
         """Sends the clients of every door away from this router, after what they are doing."""
         self._runtime.retire_connections()
         if self._http is not None:
-            self._http.retire_connections()
+            self._http.server.retire_connections()
 
     async def stop(self) -> None:
         tasks = [*self._keepers, *self._links.values()]
@@ -348,7 +348,7 @@ class Router:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._http is not None:
-            await self._http.close()
+            await self._http.server.close()
         await self._admin_door.close()
         await self._adapters.close()
         for local in filter(None, (self._engine, self._tokenizer)):

@@ -82,7 +82,7 @@ class ConsoleForm(PlainForm):
 
 
 class Console:
-    """Serves the page from `open` to `close`, on connections of the admin address."""
+    """Serves the page on connections of the admin address, from `http.open` to `close`."""
 
     def __init__(
         self,
@@ -119,18 +119,12 @@ class Console:
         app.router.add_post("/console/calls/{method}", self._call)
         for path in generating:
             app.router.add_post(f"/console{path}", self._generate)
-        self._http = HttpServer(app, LIMITS)
-
-    def connection(self) -> asyncio.Protocol:
-        return self._http.connection()
-
-    async def open(self) -> None:
-        await self._http.open()
+        self.http = HttpServer(app, LIMITS)
 
     async def close(self) -> None:
         if self._taking is not None:
             self._taking.cancel()
-        await self._http.close()
+        await self.http.close()
 
     async def _feed(self, request: web.Request) -> web.StreamResponse:
         self._check_reader(request)

@@ -45,7 +45,7 @@ class AdminDoor:
         self._console = console
         self._guarded = token is not None
         guard = TokenGuard(token) if token else None
-        http = console.connection if console else None
+        http = console.http.connection if console else None
         self._server = GrpcServer(max_message_bytes, guard, tls, connections, http=http)
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(service, self._server)
         self._health = health.aio.HealthServicer()
@@ -71,7 +71,7 @@ class AdminDoor:
         """Starts to answer."""
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
         if self._console is not None:
-            await self._console.open()
+            await self._console.http.open()
         await self._server.start()
 
     async def close(self) -> None:

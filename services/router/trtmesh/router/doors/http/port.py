@@ -47,7 +47,7 @@ class PortSettings(Settings):
 
 class HttpPort:
     """Serves the routes of its doors. Call order: the doors add to `app`, `open_handlers`, `error_forms` and `served`;
-    `listen`, `open`, `close`."""
+    `listen`, then `open` and `close` of `server`."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class HttpPort:
             # A stream ends by the limit of its request, which tells why.
             unread_seconds=client_stream.UNREAD_SECONDS + UNREAD_MARGIN_SECONDS,
         )
-        self._http = HttpServer(self.app, limits, tls)
+        self.server = HttpServer(self.app, limits, tls)
         self.bodies = Bodies(
             BodyLimits(max_body_bytes, min(MAX_JSON_BYTES, max_body_bytes), RECEIVE_SECONDS),
-            self._http,
+            self.server,
             admission,
         )
 
@@ -93,16 +93,6 @@ class HttpPort:
 
     def listen(self, host: str, port: int) -> str:
         """Takes the address and returns it. Raises StartupError."""
-        address, _ = self._http.listen(host, port, "listen for HTTP")
+        address, _ = self.server.listen(host, port, "listen for HTTP")
         log.info("listening for HTTP on %s", address)
         return address
-
-    async def open(self) -> None:
-        await self._http.open()
-
-    def retire_connections(self) -> None:
-        """Has clients open their next connections, maybe to another router."""
-        self._http.retire_connections()
-
-    async def close(self) -> None:
-        await self._http.close()

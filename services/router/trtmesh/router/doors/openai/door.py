@@ -104,6 +104,7 @@ class OpenAi:
         tokenizers: TokenizerPool,
         metrics: RouterMetrics,
         is_ready: Callable[[], bool],
+        port: HttpPort,
     ) -> None:
         """`is_ready` says whether the mesh takes requests."""
         self._is_ready = is_ready
@@ -114,8 +115,6 @@ class OpenAi:
         self._token_bytes = TokenBytes(tokenizers)
         self._served = served
         self._metrics = metrics
-
-    def register(self, port: HttpPort) -> None:
         self._bodies = port.bodies
         port.error_forms["v1"] = OpenAiForm()
         router = port.app.router
@@ -125,18 +124,15 @@ class OpenAi:
         router.add_get("/health", self._health)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
-        TextPaths(self._served, self._tokenizers, reports_unknown=self._reports_unknown).register(
-            port
-        )
+        TextPaths(served, tokenizers, port, reports_unknown=self._reports_unknown)
         port.served["/v1/models"] = "the models and adapters"
-        for endpoint in ENDPOINTS:
-            router.add_post(endpoint.path, partial(self._generate, endpoint))
-            port.served[endpoint.path] = "as OpenAI's API"
-
-    @property
-    def generating(self) -> Mapping[str, Handler]:
-        """The handlers of the endpoints by path, for other ports that authorise the caller. Call `register` first."""
-        return {each.path: partial(self._generate, each) for each in ENDPOINTS}
+        self.generating: Mapping[str, Handler] = {
+            each.path: partial(self._generate, each) for each in ENDPOINTS
+        }
+        """The handlers of the endpoints by path, for other ports that authorise the caller."""
+        for path, handler in self.generating.items():
+            router.add_post(path, handler)
+            port.served[path] = "as OpenAI's API"
 
     async def _health(self, _: web.Request) -> web.Response:
         status = HTTPStatus.OK if self._is_ready() else HTTPStatus.SERVICE_UNAVAILABLE

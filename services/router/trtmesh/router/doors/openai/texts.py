@@ -10,7 +10,7 @@ from aiohttp import web
 from trtmesh.chassis.errors import InvalidField
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.router.doors.http.answers import json_response
-from trtmesh.router.doors.http.bodies import Bodies, Body
+from trtmesh.router.doors.http.bodies import Body
 from trtmesh.router.doors.http.json_bodies import JSON_COST, parse_json
 from trtmesh.router.doors.http.port import HttpPort
 from trtmesh.router.doors.openai.chat import conversation
@@ -29,14 +29,17 @@ class TextPaths:
     """The endpoints that run no model."""
 
     def __init__(
-        self, served: ServedModels, tokenizers: TokenizerPool, *, reports_unknown: bool
+        self,
+        served: ServedModels,
+        tokenizers: TokenizerPool,
+        port: HttpPort,
+        *,
+        reports_unknown: bool,
     ) -> None:
-        self._served, self._tokenizers = served, tokenizers
+        self._served, self._tokenizers, self._bodies = served, tokenizers, port.bodies
         self._reports_unknown = reports_unknown
-
-    def register(self, port: HttpPort) -> None:
-        tokenize = partial(self._serve, port.bodies, _read_text, self._tokenize)
-        detokenize = partial(self._serve, port.bodies, _read_ids, self._detokenize)
+        tokenize = partial(self._serve, _read_text, self._tokenize)
+        detokenize = partial(self._serve, _read_ids, self._detokenize)
         for path, handler, told in (
             ("/tokenize", tokenize, "a prompt or messages to token ids"),
             ("/detokenize", detokenize, "token ids to a text"),
@@ -47,13 +50,12 @@ class TextPaths:
 
     async def _serve(
         self,
-        bodies: Bodies,
         read_fields: Callable[[Requested], T],
         answer: Callable[[Requested, T], Awaitable[dict[str, Any]]],
         request: web.Request,
     ) -> web.Response:
         async def read(message: ReceivedMessage, body: Body) -> tuple[Requested, T]:
-            parse = partial(parse_json, body, bodies.limits.most_json_bytes)
+            parse = partial(parse_json, body, self._bodies.limits.most_json_bytes)
             fields = Fields(await message.run(parse, JSON_COST))
             request[FIELD_NAMES] = fields.names
             if self._reports_unknown:
@@ -63,7 +65,7 @@ class TextPaths:
             requested = Requested(fields, served, id_of(request), about)
             return requested, await message.run(partial(read_fields, requested), JSON_COST)
 
-        async with bodies.admitted(request, read) as (requested, taken):
+        async with self._bodies.admitted(request, read) as (requested, taken):
             return named(request, json_response(await answer(requested, taken)))
 
     async def _tokenize(self, requested: Requested, command: pb.EncodeCommand) -> dict[str, Any]:
