@@ -314,11 +314,6 @@ class Fleet:
             else:
                 return
 
-    def note_absence(self, address: str, adapter: Adapter) -> None:
-        """A worker refused an item because it does not hold the adapter."""
-        if (worker := self.workers.get(address)) is not None:
-            worker.forget_adapter(adapter)
-
     def block_hashes(self, model: str, blocks: PromptBlocks) -> list[int]:
         """Names of a prompt's blocks on the model's workers; empty if the policy ignores prefixes."""
         return blocks.hashes(min(self._block_sizes_of(model, blocks), default=0))

@@ -9,7 +9,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.errors import (
     Draining,
     InvalidRequest,
@@ -156,6 +155,8 @@ class Worker(Replica):
         self._assignments = Assignments(
             address, self.guard, self._send, rules.deadlines.queue_seconds
         )
+        self.sequences: Mapping[int, Held] = self._assignments.sequences
+        """Live sequences by handle."""
         self._steps = Steps(self._assignments, self.guard, metrics, self._new_command)
         self.leases = Leases(address, self._send)
         self._kv_feed = KvFeed(kv_index, address, self._ask_for_kv_snapshot)
@@ -179,14 +180,9 @@ class Worker(Replica):
         return self.description.worker or self.address
 
     @property
-    def sequences(self) -> Mapping[int, Held]:
-        """Live sequences by handle."""
-        return self._assignments.sequences
-
-    @property
     def handles(self) -> int:
         """Handles in use, even by released sequences."""
-        return len(self._assignments.sequences) + len(self._assignments.released)
+        return len(self.sequences) + len(self._assignments.released)
 
     @property
     def silent_seconds(self) -> float:
@@ -314,10 +310,7 @@ class Worker(Replica):
         if self.adapters.holds(adapter.identity) and not pinned:
             # It arrived between the placement of an item and this call.
             return
-
-        async def load() -> AdapterContent:
-            return await self._adapters.content(adapter)
-
+        load = partial(self._adapters.content, adapter)
         try:
             await self.deliveries.deliver(adapter.identity, load, pinned=pinned)
         except TrtmeshError as error:

@@ -672,8 +672,9 @@ class ItemRun:
 
     def note_absence(self, address: str, error: TrtmeshError) -> None:
         """Notes that the worker at `address` lacks the item's adapter, if that is the `error`."""
-        if isinstance(error, AdapterNotFound) and self._encoded.adapter is not None:
-            self._mesh.fleet.note_absence(address, self._encoded.adapter.identity)
+        worker, adapter = self._mesh.fleet.workers.get(address), self._encoded.identity
+        if isinstance(error, AdapterNotFound) and adapter is not None and worker is not None:
+            worker.forget_adapter(adapter)
 
     def _move(
         self,
