@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from time import perf_counter
 from typing import ClassVar, Protocol
@@ -18,14 +18,13 @@ from trtmesh.chassis.logs import NO_CALLER, Occasionally, caller_bound, request_
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY
 from trtmesh.router.doors.generation import ErrorWording
 from trtmesh.router.doors.http.answers import json_response
+from trtmesh.router.doors.http.authorising import Handler
 
 log = logging.getLogger(__name__)
 occasionally = Occasionally(log)
 
 WORDING = web.RequestKey("wording", ErrorWording)
 """Says the errors of a request."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 CLIENT_LEFT = 499

@@ -11,13 +11,12 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 from trtmesh.chassis.quoting import cut
+from trtmesh.router.doors.http.authorising import Handler
 
 ANY = "*"
 LOCALHOST = "localhost"
 PREFLIGHT_SECONDS = 600
 """How long a browser may remember what it may send."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def only_from(allowed: Collection[str], setting: str = "http.allowed_origins") -> Middleware:

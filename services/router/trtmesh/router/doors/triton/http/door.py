@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.kserve import grpc_service_pb2 as kserve
 from trtmesh.router.doors.http.answers import json_response
+from trtmesh.router.doors.http.authorising import Handler
 from trtmesh.router.doors.http.errors import PlainForm
 from trtmesh.router.doors.http.port import HttpPort, PortSettings
 from trtmesh.router.doors.triton.http.inference import Inference
@@ -19,7 +20,6 @@ from trtmesh.router.doors.triton.http.platforms import (
     PREDICT_ROUTE,
     SAGEMAKER_MODEL,
     Environment,
-    Handler,
     VertexAiSettings,
     add_sagemaker,
     add_vertex_ai,

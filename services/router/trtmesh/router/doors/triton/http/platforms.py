@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from aiohttp import web
 from trtmesh.chassis.errors import InvalidRequest, SettingsError
 from trtmesh.chassis.settings import Settings
+from trtmesh.router.doors.http.authorising import Handler
 from trtmesh.router.doors.triton.http.inference import Inference
 from trtmesh.router.doors.triton.server import MODEL_CONTROL, TritonServer, unsupported
 from trtmesh.router.doors.triton.templates.template import Model
@@ -26,7 +27,6 @@ PREDICT_ROUTE, HEALTH_ROUTE = "AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE"
 """Variables with Vertex AI's paths of predictions and of readiness; without them there are none."""
 ROUTE = re.compile(r"/[^{}\s]*")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Environment = Mapping[str, str]
 
 

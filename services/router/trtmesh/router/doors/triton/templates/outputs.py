@@ -104,50 +104,33 @@ class DetailedOutputs:
     """Texts or token ids, and requested details."""
 
     def __init__(self, call: Call, request: GenerationRequest, *, text: bool) -> None:
-        output = request.items[0].config.output
-        self._text = text
-        self._batch_index = call.batch_size > 1 and call.decoupled
         config = request.items[0].config
-        self._sequence_index = (
-            config.sampling.num_return_sequences > 1
-            and config.beam_search.beam_width == 1
-            and call.decoupled
-        )
-        self._log_probs = output.log_probs
-        self._context_logits = output.context_logits
-        self._generation_logits = output.generation_logits
-        self._perf_metrics = output.perf_metrics
-        self._input_tokens = call.flag("return_num_input_tokens")
-        self._output_tokens = call.flag("return_num_output_tokens")
+        output, by_beam = config.output, config.beam_search.beam_width > 1
         asked = {
-            "cum_log_probs": self._log_probs,
-            "output_log_probs": self._log_probs,
-            "context_logits": self._context_logits,
-            "generation_logits": self._generation_logits,
+            "cum_log_probs": output.log_probs,
+            "output_log_probs": output.log_probs,
+            "context_logits": output.context_logits,
+            "generation_logits": output.generation_logits,
+            "batch_index": call.decoupled and call.batch_size > 1,
+            "sequence_index": (
+                call.decoupled and config.sampling.num_return_sequences > 1 and not by_beam
+            ),
+            "perf_metrics": output.perf_metrics,
+            "num_input_tokens": call.flag("return_num_input_tokens"),
+            "num_output_tokens": call.flag("return_num_output_tokens"),
         }
         unasked = unasked_outputs(call.model.release)
+        self._text = text
+        self._details = {name for name, wanted in asked.items() if wanted}
         self._zeros = [name for name, wanted in asked.items() if name in unasked and not wanted]
-        self._more = any(
-            (
-                self._zeros,
-                self._batch_index,
-                self._sequence_index,
-                self._log_probs,
-                self._context_logits,
-                self._generation_logits,
-                self._perf_metrics,
-                self._input_tokens,
-                self._output_tokens,
-                not self._text,
-            )
-        )
+        self._more = bool(self._details or self._zeros) or not text
         self._requested = call.requested
         self._empty = _Matrix(call.model.logits_data_type, 0, 0, b"")
         """Stands for the logits of a response without new tokens."""
 
     @property
     def only_new_text(self) -> bool:
-        return self._text and not self._more and self._requested <= {TEXT_OUTPUT}
+        return not self._more and self._requested <= {TEXT_OUTPUT}
 
     def build(self, block: Block) -> list[Output]:
         outputs = [_text(block)] if self._text else _tokens(block)
@@ -159,30 +142,30 @@ class DetailedOutputs:
 
     def _optional(self, block: Block) -> Iterable[Output]:
         rows = [row for row, _ in block]
-        if self._log_probs:
+        if "output_log_probs" in self._details:
             sums = [s.cumulative_log_prob for _, row in block for s in row]
             beams = len(sums) // len(block)
             yield Output.of_numbers("cum_log_probs", "FP32", (len(block), beams), sums)
             yield _log_probs(block)
-        if self._context_logits:
+        if "context_logits" in self._details:
             yield self._stack("context_logits", [_joined(row.context_logits) for row in rows])
-        if self._generation_logits:
+        if "generation_logits" in self._details:
             sequences = [sequence for _, row in block for sequence in row]
             logits = self._stack("generation_logits", [_joined(s.logits) for s in sequences])
             shape = (len(rows), len(sequences) // len(rows), *logits.shape[1:])
             yield Output(logits.name, logits.data_type, shape, logits.data)
-        if self._batch_index:
+        if "batch_index" in self._details:
             yield Output.of_rows("batch_index", "INT32", [row.index for row in rows])
-        if self._sequence_index:
+        if "sequence_index" in self._details:
             yield Output.of_rows("sequence_index", "INT32", [row[0].index for _, row in block])
-        if self._perf_metrics:
+        if "perf_metrics" in self._details:
             metrics = [metrics_of(row, sequences) for row, sequences in block]
             for spec in PERF_OUTPUTS:
                 values = [getattr(each, spec.name) for each in metrics]
                 yield Output.of_rows(spec.name, spec.data_type, values)
-        if self._input_tokens:
+        if "num_input_tokens" in self._details:
             yield Output.of_rows("num_input_tokens", "INT32", [row.prompt_tokens for row in rows])
-        if self._output_tokens:
+        if "num_output_tokens" in self._details:
             counts = [sum(s.generated for s in row) for _, row in block]
             yield Output.of_rows("num_output_tokens", "INT32", counts)
         yield from (_zeros(name, block) for name in self._zeros)
