@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor
 from trtmesh.chassis.fair.limits import Account
 from trtmesh.chassis.fair.messages import LARGE_BYTES, MessageAdmission, ReceivedMessage
-from trtmesh.chassis.fair.turns import ConnectionQueue, StartQueue
+from trtmesh.chassis.fair.turns import StartQueue
 from trtmesh.chassis.forwarding import Receive, Rest
 from trtmesh.chassis.grpc.large_message import MessageLimits, parse_in_steps
 from trtmesh.chassis.grpc.messages import (
@@ -32,10 +33,10 @@ from trtmesh.chassis.grpc.server.headers import (
     response_headers,
     trailers,
 )
+from trtmesh.chassis.http2.connection import H, Http2Connection
 from trtmesh.chassis.http2.frames import INITIAL_WINDOW_SIZE, Buffer, ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.rates import FrameRates
-from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, FrameWriter, SendStream
+from trtmesh.chassis.http2.writer import MAX_BULK_DATA_SIZE, SendStream
 from trtmesh.chassis.logs import rebind_request_id
 from trtmesh.chassis.panics import is_failure
 from trtmesh.chassis.rpc import Refusal, request_id_of
@@ -80,31 +81,20 @@ class CallPolicy:
     admission: MessageAdmission
 
 
-class CallConnection(Protocol):
-    """A connection, as seen by calls."""
+class CallConnection(Http2Connection[H]):
+    """A connection, as seen by calls. The account has the bytes of requests not yet read by handlers."""
 
     policy: CallPolicy
-    writer: FrameWriter
     starts: StartQueue
-    queue: ConnectionQueue
-    account: Account
-    """Bytes of requests not yet read by handlers."""
     unread: Account
     """Bytes of answers not yet read by the client."""
     idle: Account
     """Calls waiting for the client."""
-    rates: FrameRates
-    peer: str
     identity: CertificateNames | None
 
-    def send_window_update(self, stream_id: int, increment: int) -> None:
-        """Lets the client send more on a stream."""
-
+    @abstractmethod
     def count_failure(self) -> None:
         """Counts a call that failed by a fault of the client."""
-
-    def forget(self, stream_id: int) -> None:
-        """A call is over."""
 
 
 class ServerCall:
@@ -119,7 +109,7 @@ class ServerCall:
         headers: RequestHeaders,
         handler: Handler,
         stream: SendStream,
-        connection: CallConnection,
+        connection: CallConnection[Any],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._handler = handler

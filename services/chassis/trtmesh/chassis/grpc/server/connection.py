@@ -7,7 +7,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping
-from functools import partial
 from time import perf_counter
 from typing import TypeAlias
 
@@ -16,7 +15,7 @@ from trtmesh.chassis.allocator import FreePages
 from trtmesh.chassis.connection_settings import ConnectionSettings
 from trtmesh.chassis.fair.limits import Budget, ConnectionCounts, origin_of
 from trtmesh.chassis.fair.turns import ParseScheduler, StartQueue, StartScheduler
-from trtmesh.chassis.grpc.server.call import CallPolicy, Handler, ServerCall
+from trtmesh.chassis.grpc.server.call import CallConnection, CallPolicy, Handler, ServerCall
 from trtmesh.chassis.grpc.server.headers import (
     NotGrpc,
     RequestHeaders,
@@ -27,7 +26,7 @@ from trtmesh.chassis.grpc.server.headers import (
 )
 from trtmesh.chassis.grpc.server.refusals import RefusedCall
 from trtmesh.chassis.http2 import rates
-from trtmesh.chassis.http2.connection import Http2Connection, initial_settings
+from trtmesh.chassis.http2.connection import initial_settings
 from trtmesh.chassis.http2.frames import (
     INITIAL_WINDOW_SIZE,
     PREFACE,
@@ -111,7 +110,7 @@ class Clients:
         """Whether the server admits no more connections."""
 
 
-class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Protocol):
+class ServerConnection(CallConnection["ServerCall | RefusedCall"], asyncio.Protocol):
     """Opens a call for each request of a client."""
 
     def __init__(self, clients: Clients) -> None:
@@ -277,9 +276,7 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
             return
         if isinstance(handler, Refusal):
             self.rates.count(rates.REFUSED_CALL)
-            refused = self._streams[stream_id] = RefusedCall(
-                handler, stream, self.writer, partial(self.forget, stream_id)
-            )
+            refused = self._streams[stream_id] = RefusedCall(handler, stream, self)
             if block.end_stream:
                 refused.receive_end_stream()
             return
@@ -309,7 +306,6 @@ class ServerConnection(Http2Connection["ServerCall | RefusedCall"], asyncio.Prot
         self.writer.send_trailers(stream, response, reset=not block.end_stream)
 
     def count_failure(self) -> None:
-        """Counts a call that failed by a fault of the client."""
         try:
             self.rates.count(rates.FAILED_CALL)
         except Http2ConnectionError as error:

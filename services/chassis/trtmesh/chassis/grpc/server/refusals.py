@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Any
 
 import grpc
 from trtmesh.chassis.grpc.metadata import metadata_block
+from trtmesh.chassis.grpc.server.call import CallConnection
 from trtmesh.chassis.grpc.server.headers import check_trailers, response_headers, trailers
 from trtmesh.chassis.http2.frames import Buffer, ErrorCode, Http2StreamError
 from trtmesh.chassis.http2.headers import HeaderBlock
-from trtmesh.chassis.http2.writer import FrameWriter, SendStream
+from trtmesh.chassis.http2.writer import SendStream
 from trtmesh.chassis.rpc import Refusal
 
 FIRST_MESSAGE_SECONDS = 0.1
@@ -21,34 +22,20 @@ class RefusedCall:
     """A call without a handler. Ends at the first message, or soon without a message: grpc.aio reports INTERNAL for a
     call ended while the message is being sent."""
 
+    held = unread = 0
+    idle = False
+    """A timer ends it."""
+
     def __init__(
-        self,
-        refusal: Refusal,
-        stream: SendStream,
-        writer: FrameWriter,
-        forget: Callable[[], None],
+        self, refusal: Refusal, stream: SendStream, connection: CallConnection[Any]
     ) -> None:
         self.stream = stream
         self.ended_by_peer = False
         self._refusal = refusal
-        self._writer = writer
-        self._forget = forget
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._message_begun = False
         self._timer: asyncio.Handle = self._loop.call_later(FIRST_MESSAGE_SECONDS, self._end)
-
-    @property
-    def held(self) -> int:
-        return 0
-
-    @property
-    def unread(self) -> int:
-        return 0
-
-    @property
-    def idle(self) -> bool:
-        """A timer ends it."""
-        return False
 
     def receive_data(self, data: Buffer, flow_size: int) -> None:
         if not self._message_begun:
@@ -76,7 +63,7 @@ class RefusedCall:
         """Holds nothing."""
 
     def fail(self, code: ErrorCode) -> None:
-        self._writer.reset_stream(self.stream, code)
+        self._connection.writer.reset_stream(self.stream, code)
         self._over()
 
     def disconnect(self, reason: str) -> None:
@@ -92,11 +79,11 @@ class RefusedCall:
     def _end(self) -> None:
         refusal = self._refusal
         block = trailers(refusal.status, refusal.details, metadata_block(refusal.metadata))
-        self._writer.send_trailers(
+        self._connection.writer.send_trailers(
             self.stream, response_headers() + block, reset=not self.ended_by_peer
         )
         self._over()
 
     def _over(self) -> None:
         self._timer.cancel()
-        self._forget()
+        self._connection.forget(self.stream.stream_id)
