@@ -90,8 +90,6 @@ class Assignments:
     _none_late_until: float = math.inf
     _next_handle: int = 0
     _looks: int = 0
-    _queued: set[Held] = field(default_factory=set)
-    """Sequences possibly still in the worker's queue."""
     sequences: dict[int, Held] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
     """Handles of moved sequences without a reported end."""
@@ -108,7 +106,6 @@ class Assignments:
         for handle, run in enumerate(runs, first):
             self.sequences[handle] = run
             run.assign(Handle(self, handle))
-            self._queued.add(run)
             self._none_late_until = min(self._none_late_until, self._due(run.times))
         return first
 
@@ -122,14 +119,13 @@ class Assignments:
                 loser.on_gone()
             return None
         self._guard.leave(handle, now, error)
-        self._queued.discard(run)
         return run
 
     def none_queued(self, now: float) -> None:
-        """The worker's queue is empty, so every sequence has started."""
-        for run in self._queued:
-            run.times.started = now
-        self._queued.clear()
+        """The worker's queue is empty, so every sequence has started; those with a token anyway."""
+        for handle in self._guard.awaiting:
+            times = self.sequences[handle].times
+            times.started = times.started or now
 
     def late(self, now: float) -> list[Held]:
         """Sequences past their deadline. Looks at them only when one may be: deadlines move away with every token."""
@@ -141,8 +137,7 @@ class Assignments:
 
     def _due(self, times: SequenceTimes) -> float:
         """The deadline of a sequence's next token."""
-        has_token = times.last_token > times.assigned
-        since = times.last_token if has_token else times.started or times.assigned
+        since = times.last_token if times.has_token else times.started or times.assigned
         return since + times.patience * self._queue_seconds
 
     def look(self, most: int) -> None:
@@ -169,7 +164,6 @@ class Assignments:
         self.sequences.clear()
         self.released.clear()
         self._stopping.clear()
-        self._queued.clear()
         return runs
 
     def _free_handles(self, count: int) -> int:
@@ -204,8 +198,7 @@ class Handle:
         """Stops a moving sequence; `error` is the worker's fault, if any. The reported end frees the handle."""
         table, number = self._assignments, self._number
         self._ask_to_end(generation_pb.FINISH_REASON_CANCELLED)
-        if (run := table.sequences.pop(number, None)) is not None:
-            table._queued.discard(run)
+        if table.sequences.pop(number, None) is not None:
             table.released.add(number)
             table._guard.leave(number, asyncio.get_running_loop().time(), error)
 
@@ -224,13 +217,8 @@ class Handle:
 
     def substitute(self, held: Held) -> None:
         """Puts a copy in the place of the sequence, or the sequence in that of a copy; nothing after the end."""
-        sequences, queued = self._assignments.sequences, self._assignments._queued
-        if (before := sequences.get(self._number)) is None:
-            return
-        sequences[self._number] = held
-        if before in queued:
-            queued.remove(before)
-            queued.add(held)
+        if self._number in self._assignments.sequences:
+            self._assignments.sequences[self._number] = held
 
     def lose(self, loser: Loser) -> None:
         """Stops a copy, of which `loser` sees what still comes."""

@@ -570,7 +570,7 @@ class Worker(Replica):
         The worker is at fault if the sequence had started, or if no sequence got tokens meanwhile. Otherwise other
         sequences hold up the queue, which is back-pressure.
         """
-        busy = not run.times.started and self._generated_at > run.times.assigned
+        busy = not run.times.has_begun and self._generated_at > run.times.assigned
         return (QueueTimeout if busy else WorkerLost)(
             f"worker {self.name} kept sequence {run.sequence_index} waiting for too long",
             worker=self.name,

@@ -253,7 +253,7 @@ class Hedger:
         leaving = [
             late
             for run in worker.sequences.values()
-            if run.times.last_token > run.times.assigned
+            if run.times.has_token
             for late in _late(run, Cause.SLOW, margin)
             if not self._raced_lately(late)
         ]

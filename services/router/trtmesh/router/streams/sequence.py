@@ -255,6 +255,16 @@ class SequenceTimes:
     stays_until: float = 0.0
     """Before this time nothing but need moves the sequence again."""
 
+    @property
+    def has_token(self) -> bool:
+        """Whether the current worker gave a token."""
+        return self.last_token > self.assigned
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the sequence has left the queue of the current worker."""
+        return bool(self.started) or self.has_token
+
     def on_assigned(self) -> None:
         """Starts the wait on a new worker."""
         self.assigned = asyncio.get_running_loop().time()
@@ -418,9 +428,7 @@ class SequenceRun(DecodedSequence):
     @property
     def queued(self) -> bool:
         """Whether the sequence may still wait in its worker's queue."""
-        times = self.times
-        began = times.started or times.last_token > times.assigned
-        return self.assignment is not None and not began
+        return self.assignment is not None and not self.times.has_begun
 
     def on_tokens(
         self, token_offset: int, token_ids: list[int], details: pb.TokenDetails | None = None
