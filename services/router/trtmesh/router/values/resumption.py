@@ -49,6 +49,7 @@ class Received:
 
 
 NOTHING = Received()
+REASONS = frozenset(pb.FinishReason.values())
 
 
 def parse_resumption(
@@ -133,7 +134,7 @@ def _parse(name: str, offset: router_pb.SequenceOffset, item: ItemRequest) -> Re
             field=f"{name}.reason",
             limit_field=f"{name}.finished",
         )
-    if offset.reason not in pb.FinishReason.values():
+    if offset.reason not in REASONS:
         raise InvalidField.of(f"{name}.reason", offset.reason, "a FinishReason of this release")
     most = item.config.stopping.max_tokens
     if most is not None and len(offset.token_ids) > most:
