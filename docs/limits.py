@@ -9,8 +9,12 @@ from trtmesh.chassis import errors, http_input, http_server, logs, metrics_endpo
 from trtmesh.chassis.fair.limits import Rate
 from trtmesh.chassis.grpc.large_message import MessageLimits
 from trtmesh.chassis.grpc.server.call import REQUEST_SECONDS, UNREAD_SECONDS
-from trtmesh.chassis.grpc.server.connection import MAX_CONCURRENT_STREAMS
-from trtmesh.chassis.grpc.server.server import HELD_ANSWERS, HELD_MESSAGES, IDLE_CALLS
+from trtmesh.chassis.grpc.server.connection import (
+    HELD_ANSWERS,
+    HELD_MESSAGES,
+    IDLE_CALLS,
+    MAX_CONCURRENT_STREAMS,
+)
 from trtmesh.chassis.http2 import connection, frames, headers
 from trtmesh.chassis.http2.rates import RATES
 from trtmesh.chassis.quoting import MAX_QUOTED_CHARACTERS
