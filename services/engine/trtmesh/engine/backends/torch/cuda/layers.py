@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +17,11 @@ from trtmesh.engine.backends.torch.cuda.kernels.layers import (
 )
 from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows
 from trtmesh.engine.backends.torch.cuda.kernels.updates import (
+    Inner,
     Updates,
     expand,
     expand_gated,
     shrink,
-    shrink_normed,
 )
 from trtmesh.engine.backends.torch.cuda.updates import KernelUpdates
 from trtmesh.engine.backends.torch.model.attention import Angles
@@ -110,6 +112,8 @@ class LayerProducts:
 
     def __init__(self, device: torch.device) -> None:
         self._few = FewRows(device)
+        untyped: Any = torch.cuda
+        self._aside = untyped.Stream(device) if device.type == "cuda" else None
 
     def of_norm(
         self, hidden: Tensor, before: nn.Module, linear: nn.Module, *, gated: bool = False
@@ -140,14 +144,9 @@ class LayerProducts:
             scale = before.scale() if isinstance(before, KernelNorm) and len(hidden) == 1 else None
             given = hidden if scale else before(hidden)
             output, inner = self._few.product_and_shrink(given, weight, updates, scale=scale)
-        # Rows times the scale alone may be infinite in float16.
-        elif isinstance(before, KernelNorm) and hidden.dtype is not torch.float16:
-            given, inner = shrink_normed(updates, hidden, before.scale())
-            output = own(given)
         else:
             given = before(hidden)
-            inner = shrink(updates, given)
-            output = own(given)
+            output, inner = self._beside_shrink(partial(own, given), updates, given)
         # Not where gate and up are a single part, as in Phi-3.
         if gated and len(updates.parts) == 2:
             return expand_gated(updates, inner, output)
@@ -162,8 +161,8 @@ class LayerProducts:
             if weight is not None:
                 summed, inner = self._few.product_and_shrink(given, weight, updates, added=hidden)
             else:
-                inner = shrink(updates, given)
-                summed = self.sum(hidden, given, _own(linear))
+                product = partial(self.sum, hidden, given, _own(linear))
+                summed, inner = self._beside_shrink(product, updates, given)
             expand(updates, inner, summed)
             return summed
         weight = self._weight_for_few(given, linear)
@@ -174,6 +173,20 @@ class LayerProducts:
             return hidden.addmm_(given, weight.t())
         output: Tensor = hidden + linear(given)
         return output
+
+    def _beside_shrink(
+        self, product: Callable[[], Tensor], updates: Updates, given: Tensor
+    ) -> tuple[Tensor, Inner]:
+        """The product, and at the same time the result of `shrink` for its rows."""
+        if self._aside is None:
+            return product(), shrink(updates, given)
+        own = torch.cuda.current_stream(given.device)
+        self._aside.wait_stream(own)
+        output = product()
+        with torch.cuda.stream(self._aside):
+            inner = shrink(updates, given, aside=True)
+        own.wait_stream(self._aside)
+        return output, inner
 
     def _sum_of_ranks(self, hidden: Tensor, given: Tensor, linear: SummedLinear) -> Tensor:
         """The same with the sum over all ranks; the first one's part includes `hidden`."""

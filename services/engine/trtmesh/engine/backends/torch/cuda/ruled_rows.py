@@ -28,7 +28,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RuledPart:
     """Rows chosen by kernels after rules."""
 
     rows: Numbers
@@ -59,7 +59,7 @@ class SlotRows:
     """Of draws without rules; 0 for all other rows."""
     draws: bool
     """Whether any row has one."""
-    ruled: Part
+    ruled: RuledPart
     """The other rows."""
 
 
@@ -119,12 +119,12 @@ class RuledRows:
             self._part(np.flatnonzero((flags != 0) & ~guided), sequences, slots),
         )
 
-    def _part(self, rows: Numbers, sequences: SequenceOf[Sequence], slots: Numbers) -> Part:
+    def _part(self, rows: Numbers, sequences: SequenceOf[Sequence], slots: Numbers) -> RuledPart:
         """`rows` of the sequences in `slots`."""
         own = [sequences[row] for row in rows.tolist()]
         fields = self._fields[:, slots[rows]]
         flags = fields[Field.FLAGS]
-        return Part(
+        return RuledPart(
             rows,
             own,
             slots[rows],
@@ -170,7 +170,7 @@ class RuledRows:
         words[Field.MASK, rows] = np.arange(len(rows))
         return flags
 
-    def _fill(self, words: Numbers, part: Part, unknown: int | Numbers) -> Flag:
+    def _fill(self, words: Numbers, part: RuledPart, unknown: int | Numbers) -> Flag:
         flags = part.flags
         words[Field.FLAGS] = 0
         words[:, part.rows] = part.fields
@@ -187,7 +187,7 @@ class RuledRows:
             self._count(part, lengths, unknown)
         return flags
 
-    def _count(self, part: Part, lengths: Numbers, unknown: int | Numbers) -> None:
+    def _count(self, part: RuledPart, lengths: Numbers, unknown: int | Numbers) -> None:
         """Brings the device's counts up to date, and counts the tokens of this step."""
         stale = part.counting & (self._counted[part.slots] != lengths)
         for row in np.flatnonzero(stale).tolist():

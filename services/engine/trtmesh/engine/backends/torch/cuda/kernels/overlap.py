@@ -16,8 +16,10 @@ LEAST_CAPABILITY = (9, 0)
 
 
 @cache
-def overlap(device: torch.device) -> dict[str, Any]:
-    """Options of the launch of a kernel with the parameter `overlaps`."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
+def overlap(device: torch.device, *, chained: bool = True) -> dict[str, Any]:
+    """Options of the launch of a kernel with the parameter `overlaps`. One that is not `chained`, where streams part or
+    meet, has more than a kernel before it, and begins after all of them."""
+    can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    if chained and can:
         return {"overlaps": True, "launch_pdl": True}
     return {"overlaps": False}

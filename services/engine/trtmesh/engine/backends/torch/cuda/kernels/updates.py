@@ -2,8 +2,8 @@
 
 A program takes a tile: rows with the same slot, at most as many as a matrix instruction multiplies at once. Ranks
 beyond that of the slot are left out. Each launch beside those of a layer costs more than 2 us, so products of few rows
-shrink as well, in programs of their own with some units each, otherwise shrink computes the norm before, and expand the
-activation after.
+shrink as well, in programs of their own with some units each, otherwise shrink runs beside the product, and expand
+computes the activation after.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 
 RANKS = 16
@@ -40,8 +39,6 @@ SHARES = {FEW_ROWS: 8, MANY_ROWS: 2}
 """Most programs for the inputs of a tile."""
 FLOAT_DEPTH = 64
 WARPS = {FEW_ROWS: 2, MANY_ROWS: 4}
-NORM_WARPS = 4
-"""Warps of a launch with norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +76,8 @@ def of_part(part, first, second, third):
 
 
 @triton.jit
-def _norm_row(given, scale, normed, lengths, epsilon, row, size, columns: tl.constexpr, overlaps):
-    """given / sqrt(mean(given ** 2) + epsilon) * scale of a row, and the factor before the scale."""
-    at = tl.arange(0, columns)
-    there = at < size
-    s = tl.load(scale + at, mask=there, other=0.0)
-    if overlaps:
-        gdc_wait()
-    place = row.to(tl.int64) * size + at
-    x = tl.load(given + place, mask=there, other=0.0).to(tl.float32)
-    length = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
-    tl.store(normed + place, (x * length * s).to(normed.dtype.element_ty), mask=there)
-    tl.store(lengths + row, length)
-
-
-@triton.jit
 def _shrink(
     given,
-    scale,
-    normed,
-    lengths,
     first_a,
     second_a,
     third_a,
@@ -108,8 +87,6 @@ def _shrink(
     tiles,
     order,
     inner,
-    epsilon,
-    norms,
     rows,
     tile_count,
     size,
@@ -118,63 +95,48 @@ def _shrink(
     tile_rows: tl.constexpr,
     depth: tl.constexpr,
     steps: tl.constexpr,
-    columns: tl.constexpr,
-    has_norms: tl.constexpr,
     ranks: tl.constexpr,
     tile_words: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Program: a row of the norm for each of `norms`, then (share of the inputs, part and ranks, tile). `inner` is
-    [shares, parts, rows, most_rank]."""
+    """Program: (share of the inputs, part and ranks, tile). `inner` is [shares, parts, rows, most_rank]."""
     if overlaps:
         gdc_launch_dependents()
     index = tl.program_id(0)
-    if has_norms:
-        if index < norms:
-            _norm_row(given, scale, normed, lengths, epsilon, index, size, columns, overlaps)
-        index -= norms
-    if index >= 0:
-        tile = index % tile_count
-        index = index // tile_count
-        runs = most_rank // ranks
-        part = index % (parts * runs) // runs
-        run = index % runs
-        share = index // (parts * runs)
-        slot = tl.load(tiles + tile * tile_words)
-        first = tl.load(tiles + tile * tile_words + 1)
-        count = tl.load(tiles + tile * tile_words + 2)
-        there = slot >= 0
-        slot = tl.maximum(slot, 0)
-        rank = tl.load(of_part(part, first_ranks, second_ranks, third_ranks) + slot)
-        used = there & (run * ranks < rank)
-        r = run * ranks + tl.arange(0, ranks)
-        k = share * steps * depth + tl.arange(0, depth)
-        place = of_part(part, first_a, second_a, third_a)
-        place += (slot * most_rank + r[None, :]) * size + k[:, None]
-        w = tl.load(place, mask=used & (k < size)[:, None], other=0.0)
-        at = tl.arange(0, tile_rows)
-        in_tile = (at < count)[:, None]
-        row = tl.load(order + first + at, mask=used & (at < count), other=0)
-        if has_norms:
-            s = tl.load(scale + k, mask=used & (k < size), other=0.0)
-        if overlaps:
-            gdc_wait()
-        if used:
-            source = given + row[:, None] * size + k[None, :]
-            x = tl.load(source, mask=in_tile & (k < size)[None, :], other=0.0)
-            if has_norms:
-                x = (x * s[None, :]).to(w.dtype)
-            y = tl.dot(x, w, input_precision="ieee")
-            for step in range(1, steps):
-                more = k + step * depth < size
-                w = tl.load(place + step * depth, mask=more[:, None], other=0.0)
-                x = tl.load(source + step * depth, mask=in_tile & more[None, :], other=0.0)
-                if has_norms:
-                    s = tl.load(scale + k + step * depth, mask=more, other=0.0)
-                    x = (x * s[None, :]).to(w.dtype)
-                y = tl.dot(x, w, y, input_precision="ieee")
-            to = inner + ((share * parts + part) * rows + row)[:, None] * most_rank + r[None, :]
-            tl.store(to, y, mask=in_tile)
+    tile = index % tile_count
+    index = index // tile_count
+    runs = most_rank // ranks
+    part = index % (parts * runs) // runs
+    run = index % runs
+    share = index // (parts * runs)
+    slot = tl.load(tiles + tile * tile_words)
+    first = tl.load(tiles + tile * tile_words + 1)
+    count = tl.load(tiles + tile * tile_words + 2)
+    there = slot >= 0
+    slot = tl.maximum(slot, 0)
+    rank = tl.load(of_part(part, first_ranks, second_ranks, third_ranks) + slot)
+    used = there & (run * ranks < rank)
+    r = run * ranks + tl.arange(0, ranks)
+    k = share * steps * depth + tl.arange(0, depth)
+    place = of_part(part, first_a, second_a, third_a)
+    place += (slot * most_rank + r[None, :]) * size + k[:, None]
+    w = tl.load(place, mask=used & (k < size)[:, None], other=0.0)
+    at = tl.arange(0, tile_rows)
+    in_tile = (at < count)[:, None]
+    row = tl.load(order + first + at, mask=used & (at < count), other=0)
+    if overlaps:
+        gdc_wait()
+    if used:
+        source = given + row[:, None] * size + k[None, :]
+        x = tl.load(source, mask=in_tile & (k < size)[None, :], other=0.0)
+        y = tl.dot(x, w, input_precision="ieee")
+        for step in range(1, steps):
+            more = k + step * depth < size
+            w = tl.load(place + step * depth, mask=more[:, None], other=0.0)
+            x = tl.load(source + step * depth, mask=in_tile & more[None, :], other=0.0)
+            y = tl.dot(x, w, y, input_precision="ieee")
+        to = inner + ((share * parts + part) * rows + row)[:, None] * most_rank + r[None, :]
+        tl.store(to, y, mask=in_tile)
 
 
 @triton.jit
@@ -207,7 +169,6 @@ def _expanded(
 @triton.jit
 def _expand(
     inner,
-    lengths,
     first_b,
     second_b,
     third_b,
@@ -228,7 +189,6 @@ def _expand(
     shares: tl.constexpr,
     tile_rows: tl.constexpr,
     columns: tl.constexpr,
-    has_lengths: tl.constexpr,
     gates: tl.constexpr,
     ranks: tl.constexpr,
     tile_words: tl.constexpr,
@@ -281,17 +241,14 @@ def _expand(
         in_tile = (row < rows)[:, None]
         share_stride = parts * rows * most_rank
         source = inner + (part * rows + row)[:, None] * most_rank + r[None, :]
-        length = tl.full((tile_rows, 1), 1.0, tl.float32)
-        if has_lengths:
-            length = tl.load(lengths + row, mask=row < rows, other=0.0)[:, None]
-        y = before + length * _expanded(
+        y = before + _expanded(
             source, share_stride, in_tile, place, w, rank, in_outputs, outputs, shares, tile_rows,
             columns, ranks,
         )  # fmt: skip
         if gates:
             z = tl.load(to + outputs, mask=changed, other=0.0).to(tl.float32)
             source += rows * most_rank
-            z += length * _expanded(
+            z += _expanded(
                 source, share_stride, in_tile, other_place, other_w, other_rank, in_outputs,
                 outputs, shares, tile_rows, columns, ranks,
             )  # fmt: skip
@@ -321,50 +278,27 @@ class Inner:
 
     sums: Tensor
     shares: int
-    lengths: Tensor | None = None
-    """The factors of the rows, [rows] float32, where `sums` are of rows without these."""
+    aside: bool = False
+    """Whether computed by another stream, so that `expand` begins after two kernels."""
 
 
-def shrink(updates: Updates, given: Tensor) -> Inner:
-    """A x of each part; `given` is [rows, inputs]."""
-    return _shrunk(updates, given.contiguous(), None, None, None)
-
-
-def shrink_normed(updates: Updates, given: Tensor, scale: Scale) -> tuple[Tensor, Inner]:
-    """The rows with the norm, and A x for these."""
+def shrink(updates: Updates, given: Tensor, *, aside: bool = False) -> Inner:
+    """A x of each part; `given` is [rows, inputs]. `aside` is for another stream than that of the step."""
     given = given.contiguous()
-    normed = torch.empty_like(given)
-    lengths = torch.empty(len(given), device=given.device)
-    return normed, _shrunk(updates, given, scale, normed, lengths)
-
-
-def _shrunk(
-    updates: Updates,
-    given: Tensor,
-    scale: Scale | None,
-    normed: Tensor | None,
-    lengths: Tensor | None,
-) -> Inner:
     tiles, parts, most_rank = updates.tiles, updates.parts, updates.most_rank
     size = given.shape[1]
     most = DEPTHS[tiles.rows] if given.dtype.itemsize == 2 else FLOAT_DEPTH
     depth = min(most, max(16, triton.next_power_of_2(size)))
     shares = min(SHARES[tiles.rows], triton.cdiv(size, depth))
     count = len(tiles.words)
-    norms = 0 if normed is None else len(given)
     sums = torch.empty(shares * len(parts) * len(given) * most_rank, device=given.device)
-    _shrink[(norms + count * len(parts) * (most_rank // RANKS) * shares,)](
+    _shrink[(count * len(parts) * (most_rank // RANKS) * shares,)](
         given,
-        scale.weight if scale else given,
-        given if normed is None else normed,
-        sums if lengths is None else lengths,
         *_three([each.a for each in parts]),
         *_three([each.ranks for each in parts]),
         tiles.words,
         tiles.order,
         sums,
-        scale.epsilon if scale else 0.0,
-        norms,
         len(given),
         count,
         size,
@@ -373,14 +307,12 @@ def _shrunk(
         tile_rows=tiles.rows,
         depth=depth,
         steps=triton.cdiv(size, depth * shares),
-        columns=triton.next_power_of_2(size) if norms else 1,
-        has_norms=norms > 0,
         ranks=RANKS,
         tile_words=TILE_WORDS,
-        num_warps=NORM_WARPS if norms else WARPS[tiles.rows],
-        **overlap(given.device),
+        num_warps=WARPS[tiles.rows],
+        **overlap(given.device, chained=not aside),
     )
-    return Inner(sums, shares, lengths)
+    return Inner(sums, shares, aside)
 
 
 def most_inner_bytes(rows: int, most_rank: int) -> int:
@@ -408,7 +340,6 @@ def _launch_expand(
     tiles, parts = updates.tiles, updates.parts
     _expand[(len(tiles.words), blocks)](
         inner.sums,
-        inner.sums if inner.lengths is None else inner.lengths,
         *_three([each.b for each in parts]),
         *_three([each.ranks for each in parts]),
         tiles.words,
@@ -423,12 +354,11 @@ def _launch_expand(
         shares=inner.shares,
         tile_rows=tiles.rows,
         columns=COLUMNS,
-        has_lengths=inner.lengths is not None,
         gates=gated is not output,
         ranks=RANKS,
         tile_words=TILE_WORDS,
         num_warps=WARPS[tiles.rows],
-        **overlap(output.device),
+        **overlap(output.device, chained=not inner.aside),
     )
 
 
