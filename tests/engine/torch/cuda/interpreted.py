@@ -16,7 +16,7 @@ from trtmesh.engine.backends.torch.compute import self_check
 from trtmesh.engine.backends.torch.compute.memory_probe import StepSize
 from trtmesh.engine.backends.torch.cuda import chunk_graphs
 from trtmesh.engine.backends.torch.cuda.capturing import Record, Replay
-from trtmesh.engine.backends.torch.cuda.kernels import decode_attention
+from trtmesh.engine.backends.torch.cuda.kernels import attention
 from trtmesh.engine.backends.torch.model.model import Model
 
 
@@ -63,7 +63,7 @@ def small_model(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Graphs and checks for the interpreter, which is slow."""
     patch.setattr(chunk_graphs, "SIZES", (8, 16))
-    patch.setattr(decode_attention, "MOST_SPLITS", 2)
+    patch.setattr(attention, "MOST_SPLITS", 2)
     patch.setattr(self_check, "LONG_CHUNKS", ((1, 3, 1, 2), (2, 1, 1, 1)))
 
 

@@ -13,11 +13,13 @@ from engine.torch.cuda.references import (
     turn_reference,
 )
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
-    DecodeWorkspace,
-    decode_attention,
+from trtmesh.engine.backends.torch.cuda.kernels.attention import (
+    MOST_SPLITS,
+    NewTokens,
+    RunWorkspace,
     splits,
 )
+from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import decode_attention
 from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
     prefill_attention,
     tiles_of,
@@ -38,24 +40,12 @@ def decoded(
     queries: Tensor,
     kv: Tensor,
     rule: Rule,
-    rows: int,
     angles: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The kernel's result, in a step of at most `rows`."""
-    workspace = DecodeWorkspace(queries.shape[1], cache.pages, rows, queries.device)
-    output = decode_attention(
-        queries,
-        kv,
-        cache.positions,
-        cache.table,
-        cache.width,
-        cache.pages,
-        LAYER,
-        rule,
-        workspace,
-        writes=True,
-        angles=angles,
-    )
+    """The kernel's result."""
+    workspace = RunWorkspace(queries.shape[1], cache.pages, MOST_SPLITS, queries.device)
+    new = NewTokens(cache.positions, cache.table, cache.width, angles=angles)
+    output = decode_attention(queries, kv, new, cache.pages, LAYER, rule, workspace)
     assert not workspace.done.any(), "the next launch would merge too early"
     return output
 
@@ -73,7 +63,7 @@ def test_decode_equals_the_reference(
         queries, kv, cache.positions, cache.table, cache.pages, LAYER, given
     )
     before = cache.pages.pool.clone()
-    got = decoded(cache, queries, kv, given, 5)
+    got = decoded(cache, queries, kv, given)
     for row in range(5):
         assert close(got[row], expected[row]), row
         assert torch.equal(cache.stored(row).flatten(0, 1), kv[row])
@@ -100,7 +90,7 @@ def test_decode_rotates_queries_and_keys(turned: int, device: torch.device) -> N
         LAYER,
         PLAIN,
     )
-    got = decoded(cache, queries, kv, PLAIN, 4, (cos, sin))
+    got = decoded(cache, queries, kv, PLAIN, (cos, sin))
     assert close(got, expected)
     for row in range(4):
         torch.testing.assert_close(cache.stored(row).flatten(0, 1), rotated[row])
@@ -119,9 +109,9 @@ def test_rows_do_not_depend_on_their_mates_and_the_split(device: torch.device) -
     rows = [0, 1, 2, *range(len(lengths))[whole][3:]]
     cache.positions, cache.table = cache.positions[rows], cache.table[rows]
     queries, kv = queries[rows], kv[rows]
-    together = decoded(cache, queries, kv, PLAIN, len(rows))[:3]
+    together = decoded(cache, queries, kv, PLAIN)[:3]
     cache.positions, cache.table = cache.positions[:3], cache.table[:3]
-    apart = decoded(cache, queries[:3], kv[:3], PLAIN, 3)
+    apart = decoded(cache, queries[:3], kv[:3], PLAIN)
     assert torch.equal(together, apart)
 
 
@@ -129,7 +119,7 @@ def test_rows_of_the_null_block_store_nothing(device: torch.device) -> None:
     cache = Cache([7, 0], 2, 16, device)
     cache.table[1] = 0
     queries, kv = torch.randn(2, 4, 16, device=device), torch.randn(2, 4, 16, device=device)
-    output = decoded(cache, queries, kv, PLAIN, 2)
+    output = decoded(cache, queries, kv, PLAIN)
     assert not cache.pages.pool[0].any()
     assert output.isfinite().all()
 
@@ -144,7 +134,7 @@ def test_decode_in_the_types_of_models(dtype: torch.dtype, device: torch.device)
     expected = decode_attention_reference(
         queries, kv, cache.positions, cache.table, cache.pages, LAYER, PLAIN
     )
-    assert close(decoded(cache, queries, kv, PLAIN, 2), expected, dtype)
+    assert close(decoded(cache, queries, kv, PLAIN), expected, dtype)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -161,7 +151,7 @@ def test_attention_of_random_shapes(seed: int, device: torch.device) -> None:
     expected = decode_attention_reference(
         queries, kv, cache.positions, cache.table, cache.pages, LAYER, given
     )
-    assert close(decoded(cache, queries, kv, given, dice.randint(len(lengths), 9)), expected)
+    assert close(decoded(cache, queries, kv, given), expected)
     counts = [dice.randint(1, length + 1) for length in lengths]
     starts = [length + 1 - count for length, count in zip(lengths, counts, strict=True)]
     queries = torch.randn(sum(counts), heads, dim, device=device)

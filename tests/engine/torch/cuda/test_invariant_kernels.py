@@ -24,6 +24,7 @@ from trtmesh.engine.backends.torch.cuda.attention import GraphAttention, KernelA
 from trtmesh.engine.backends.torch.cuda.invariant_device import InvariantCuda
 from trtmesh.engine.backends.torch.cuda.invariant_layers import Trial, make_invariant
 from trtmesh.engine.backends.torch.cuda.kernels import invariant_attention
+from trtmesh.engine.backends.torch.cuda.kernels.attention import NewTokens, RunWorkspace
 from trtmesh.engine.backends.torch.cuda.kernels.invariant_products import (
     SHARED_ROWS,
     InvariantProducts,
@@ -182,15 +183,15 @@ def test_tokens_attend_as_if_each_were_alone(
     assert close(every, expected, torch.float32 if dtype is torch.float32 else torch.bfloat16)
     others = in_chunks([0, 4, 50, 0, 90, 91, 130], [4, 5, 3, 1, 1, 39, 30], [0, 0, 1, 2, 3, 3, 3])
     assert torch.equal(others, every)
-    workspace = invariant_attention.RunWorkspace(heads, cache.pages, 165, device)
+    workspace = RunWorkspace(heads, cache.pages, 3, device)
     where = torch.tensor(positions, device=device)
     tables = cache.table[owners]
     for places in some_rows(len(owners), random.Random(dim)):
         before = cache.pages.pool.clone()
+        new = NewTokens(where[places], tables[places], cache.width)
         decoded = invariant_attention.attend_tokens(
-            queries[places], kv[places], where[places], tables[places], cache.width, cache.pages,
-            LAYER, given, workspace,
-        )  # fmt: skip
+            queries[places], kv[places], new, cache.pages, LAYER, given, workspace
+        )
         assert torch.equal(decoded, every[places])
         assert torch.equal(cache.pages.pool, before)
     assert not workspace.done.any(), "the next launch would merge too early"
@@ -209,14 +210,14 @@ def test_a_rotation_within_attention_gives_the_bits_of_one_before(
     qkv = torch.randn(3, heads + 2 * kv_heads, dim, device=device).to(dtype)
     angles = torch.randn(3, turned, device=device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    workspace = invariant_attention.RunWorkspace(heads, cache.pages, 65, device)
+    workspace = RunWorkspace(heads, cache.pages, 1, device)
 
     def attended(given: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         cache.pages.pool.copy_(before)
+        new = NewTokens(cache.positions, cache.table, cache.width, angles=angles)
         output = invariant_attention.attend_tokens(
-            given[:, :heads], given[:, heads:], cache.positions, cache.table, cache.width,
-            cache.pages, LAYER, PLAIN, workspace, angles,
-        )  # fmt: skip
+            given[:, :heads], given[:, heads:], new, cache.pages, LAYER, PLAIN, workspace
+        )
         return output, cache.pages.pool.clone()
 
     before = cache.pages.pool.clone()

@@ -10,13 +10,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from trtmesh.engine.backends.torch.compute.paged_attention import CachedAttention
-from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
-    DecodeWorkspace,
-    decode_attention,
-    most_shared_rows,
-)
-from trtmesh.engine.backends.torch.cuda.kernels.invariant_attention import (
+from trtmesh.engine.backends.torch.cuda.kernels.attention import (
+    MOST_SPLITS,
+    NewTokens,
     RunWorkspace,
+)
+from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import decode_attention
+from trtmesh.engine.backends.torch.cuda.kernels.invariant_attention import (
+    RUN,
     attend_chunks,
     attend_tokens,
 )
@@ -32,21 +33,6 @@ from trtmesh.engine.backends.torch.cuda.kernels.prefill_attention import (
 from trtmesh.engine.backends.torch.cuda.step_inputs import ChunkInputs, StepInputs
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.attention import Angles, Rule, StepTokens
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """A new token for each row of a table."""
-
-    positions: Tensor
-    """[rows]"""
-    table: Tensor
-    """Of `width` [1] blocks a row."""
-    width: Tensor
-    writes: bool = False
-    """Whether their keys and values are still to be stored."""
-    angles: Angles | None = None
-    """To rotate queries and keys by; None where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +56,14 @@ class GraphAttention(CachedAttention):
 
     tiles_singles: ClassVar[bool]
     """Whether sequences with a single token have tiles like others."""
+    _kernel: ClassVar[Callable[..., Tensor]]
+    """Attends new tokens."""
 
-    def __init__(self, cache: KvCache, tables: BlockTables) -> None:
+    def __init__(self, cache: KvCache, tables: BlockTables, most_runs: int) -> None:
+        """`most_runs` is the number of runs of the longest sequence."""
         super().__init__(cache)
+        self._most_runs = most_runs
+        self._workspace: RunWorkspace | None = None
         self._pages = Pages(cache.pool)
         self._tables = tables.rows
         self._rows: tuple[StepInputs, int] | None = None
@@ -116,11 +107,14 @@ class GraphAttention(CachedAttention):
     ) -> Tensor:
         """As `attend_tokens`, with the keys and values stored."""
 
-    @abstractmethod
     def _attend_new(
         self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, new: NewTokens
     ) -> Tensor:
         """As `attend_tokens`."""
+        if self._workspace is None:
+            heads, device = queries.shape[1], self.cache.pool.device
+            self._workspace = RunWorkspace(heads, self._pages, self._most_runs, device)
+        return self._kernel(queries, kv, new, self._pages, layer, rule, self._workspace)
 
     def _attend_rows(
         self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, angles: Angles | None = None
@@ -142,7 +136,7 @@ class GraphAttention(CachedAttention):
         on_device, new = torch.tensor([width], device=device), None
         if singles:
             positions = torch.from_numpy(step.starts[:singles]).to(device)
-            new = NewTokens(positions, table, on_device)
+            new = NewTokens(positions, table, on_device, writes=False)
         on_tiles = torch.tensor(tiles, dtype=torch.int64, device=device).view(-1, 4)
         return Chunks(on_tiles, table, on_device, new)
 
@@ -151,10 +145,10 @@ class KernelAttention(GraphAttention):
     """New tokens by a kernel with rotation and store; chunks by another, in tiles."""
 
     tiles_singles = False
+    _kernel = staticmethod(decode_attention)
 
     def __init__(self, cache: KvCache, tables: BlockTables) -> None:
-        super().__init__(cache, tables)
-        self._workspace: DecodeWorkspace | None = None
+        super().__init__(cache, tables, MOST_SPLITS)
 
     def _attend_chunks(
         self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, chunks: Chunks
@@ -169,38 +163,17 @@ class KernelAttention(GraphAttention):
         prefill_attention(queries, chunks.tiles, chunks.table, self._pages, layer, rule, output)
         return output
 
-    def _attend_new(
-        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, new: NewTokens
-    ) -> Tensor:
-        if self._workspace is None:
-            most = most_shared_rows(self._pages.kv_heads)
-            self._workspace = DecodeWorkspace(
-                queries.shape[1], self._pages, most, self.cache.pool.device
-            )
-        return decode_attention(
-            queries,
-            kv,
-            new.positions,
-            new.table,
-            new.width,
-            self._pages,
-            layer,
-            rule,
-            self._workspace,
-            writes=new.writes,
-            angles=new.angles,
-        )
-
 
 class InvariantAttention(GraphAttention):
     """No influence of the batch, or of the chunks of a prompt, on the result for a token: the new tokens of a graph
     together, and all else in tiles."""
 
     tiles_singles = True
+    _kernel = staticmethod(attend_tokens)
 
     def __init__(self, cache: KvCache, tables: BlockTables) -> None:
-        super().__init__(cache, tables)
-        self._workspace: RunWorkspace | None = None
+        positions = tables.rows.shape[1] * cache.tokens_per_block
+        super().__init__(cache, tables, -(-positions // RUN))
 
     def _attend_chunks(
         self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, chunks: Chunks
@@ -208,16 +181,3 @@ class InvariantAttention(GraphAttention):
         return attend_chunks(
             queries, chunks.tiles, chunks.table, chunks.width, self._pages, layer, rule
         )
-
-    def _attend_new(
-        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, new: NewTokens
-    ) -> Tensor:
-        if self._workspace is None:
-            positions = self._tables.shape[1] * self.cache.tokens_per_block
-            self._workspace = RunWorkspace(
-                queries.shape[1], self._pages, positions, self.cache.pool.device
-            )
-        return attend_tokens(
-            queries, kv, new.positions, new.table, new.width, self._pages, layer, rule,
-            self._workspace, new.angles,
-        )  # fmt: skip

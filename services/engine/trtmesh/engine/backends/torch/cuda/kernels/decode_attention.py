@@ -12,23 +12,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from trtmesh.engine.backends.torch.cuda.kernels.attention import (
+    LEAST_SIZE,
+    NewTokens,
+    RunWorkspace,
+    arguments,
+    capped,
+    constants,
+    padded,
+    scores_of,
+    splits,
+    with_new_token,
+    with_sink,
+    with_values,
+)
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
 from trtmesh.engine.backends.torch.model.attention import Rule
 
-MOST_SPLITS = 16
 LEAST_RUN = 256
 """Keys of a run, where a sequence has fewer than MOST_SPLITS times as many."""
-PROGRAMS = 4096
-"""Programs of a launch with cut sequences: many times the programs to fill a large GPU. So a long sequence among short
-sequences is cut as finely as alone."""
-MOST_CUT_PAIRS = 512
-"""Pairs of row and KV head of such a launch. More fill a GPU, and programs without work would take time."""
 FEW_PROGRAMS = 64
 """Up to this many pairs of row and KV head, each pair gets a whole multiprocessor."""
-LEAST_SIZE = 16
-"""Least size of a matrix product's operand."""
-NO_WINDOW = 2**31 - 1
 
 
 @triton.jit
@@ -38,18 +43,6 @@ def _merged(m, total, sums, m2, total2, sums2):
     one = tl.exp2(m - top)
     two = tl.exp2(m2 - top)
     return top, total * one + total2 * two, sums * one[:, None] + sums2 * two[:, None]
-
-
-@triton.jit
-def capped(score, softcap):
-    """tanh(score / softcap) * softcap"""
-    return (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0) * softcap
-
-
-@triton.jit
-def _turned(x, swapped, cos, sin, sign):
-    """x * cos + rotate_half(x) * sin"""
-    return (x.to(tl.float32) * cos + swapped.to(tl.float32) * (sin * sign)).to(x.dtype)
 
 
 @triton.jit
@@ -123,23 +116,9 @@ def _decode(
         if overlaps:
             gdc_wait()
         q = tl.load(place_of_q + d[None, :], mask=whole, other=0.0).to(kind)
-        new_key = tl.load(own + d, mask=in_dim, other=0.0).to(kind)
-        new_value = tl.load(own + kv_heads * kv_head + d, mask=in_dim, other=0.0).to(kind)
-        if turned > 0:
-            # The first `turned` of a head's values, in two halves rotated against each other.
-            half: tl.constexpr = turned // 2
-            turns = d < turned
-            other_half = tl.where(d < half, d + half, d - half)
-            sign = tl.where(d < half, -1.0, 1.0)
-            angle = row * angle_row + d
-            cos_d = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
-            sin_d = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
-            swapped = tl.load(
-                place_of_q + other_half[None, :], mask=whole & turns[None, :], other=0.0
-            ).to(kind)
-            q = _turned(q, swapped, cos_d[None, :], sin_d[None, :], sign[None, :])
-            swapped_key = tl.load(own + other_half, mask=turns, other=0.0).to(kind)
-            new_key = _turned(new_key, swapped_key, cos_d, sin_d, sign)
+        q, new_key, new_value = with_new_token(
+            q, place_of_q, whole, own, kv_head, cos, sin, row, angle_row, d, in_dim, kv_heads, turned
+        )  # fmt: skip
         if writes and share == 0:
             block = tl.load(blocks + position // block_tokens)
             # Rows without a sequence have the null block, always zero.
@@ -173,16 +152,9 @@ def _decode(
                 mask = there[:, None] & in_dim[None, :]
                 k = tl.load(spots, mask=mask, other=0.0)
                 v = tl.load(spots + value_stride, mask=mask, other=0.0)
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                if has_softcap:
-                    score = capped(score, softcap)
+                score = scores_of(q, k, scale, softcap, has_softcap)
                 score = tl.where(there[None, :], score * log2_e, float("-inf"))
-                top = tl.maximum(m, tl.max(score, 1))
-                weights = tl.exp2(score - top[:, None])
-                before = tl.exp2(m - top)
-                total = total * before + tl.sum(weights, 1)
-                sums = tl.dot(weights.to(kind), v, sums * before[:, None], input_precision="ieee")
-                m = top
+                m, total, sums = with_values(m, total, sums, score, v, may_hide_all=False)
             if runs == 1 or (splits == 1 and is_first):
                 all_m, all_total, all_sums = m, total, sums
             elif splits == 1:
@@ -224,11 +196,8 @@ def _decode(
                         )
         if last:
             if has_sinks:
-                sink = tl.load(sinks + heads, mask=g < group, other=0.0).to(tl.float32) * log2_e
-                top = tl.maximum(all_m, sink)
-                before = tl.exp2(all_m - top)
-                all_total = all_total * before + tl.exp2(sink - top)
-                all_sums = all_sums * before[:, None]
+                sink = tl.load(sinks + heads, mask=g < group, other=0.0)
+                all_total, all_sums = with_sink(all_m, all_total, all_sums, sink)
             tl.store(
                 output + (row * kv_heads * group + heads[:, None]) * dim + d[None, :],
                 (all_sums / all_total[:, None]).to(output.dtype.element_ty),
@@ -236,105 +205,39 @@ def _decode(
             )
 
 
-class DecodeWorkspace:
-    """Memory for the results of runs. All counters are zero between launches."""
-
-    def __init__(self, heads: int, pages: Pages, rows: int, device: torch.device) -> None:
-        """`rows` is the largest number of rows of a launch with several programs for the runs of a row."""
-        runs = rows * heads * MOST_SPLITS
-        self.partial = torch.empty(runs * padded(pages.dim), device=device)
-        self.stats = torch.empty(runs * 2, device=device)
-        self.done = torch.zeros(rows * pages.kv_heads, dtype=torch.int32, device=device)
-
-
-def splits(rows: int, kv_heads: int) -> int:
-    """Number of programs for the runs of a sequence."""
-    pairs = rows * kv_heads
-    return min(MOST_SPLITS, PROGRAMS // pairs) if pairs <= MOST_CUT_PAIRS else 1
-
-
-def most_shared_rows(kv_heads: int) -> int:
-    """The most rows with `splits` above 1: more fill the GPU without cutting."""
-    return max(1, MOST_CUT_PAIRS // kv_heads)
-
-
 def decode_attention(
     queries: Tensor,
     kv: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    width: Tensor,
+    new: NewTokens,
     pages: Pages,
     layer: int,
     rule: Rule,
-    workspace: DecodeWorkspace,
-    *,
-    writes: bool,
-    angles: tuple[Tensor, Tensor] | None = None,
+    workspace: RunWorkspace,
 ) -> Tensor:
-    """`queries` [rows, heads, dim] and `kv` [rows, 2 * kv_heads, dim] of the new tokens, at `positions` [rows] of
-    sequences with their blocks in `table`, a row of `width` [1] blocks each; returns the shape of `queries`.
-
-    With `writes`, stores the keys and values, except of rows with the null block. `angles` are cosines and sines [rows,
-    turned dimensions] by which queries and keys are rotated first, like transformers' `apply_rotary_pos_emb`; None for
-    rotated queries and keys.
-    """
-    rows, heads, dim = queries.shape
-    group = heads // pages.kv_heads
+    """`queries` [rows, heads, dim] and `kv` [rows, 2 * kv_heads, dim] are of the new tokens; returns the shape of
+    `queries`."""
+    rows, heads, _ = queries.shape
     keys, stages, warps = _shape(pages, rows * pages.kv_heads)
     cut = splits(rows, pages.kv_heads)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    cos, sin = angles or (queries, queries)
     _decode[(rows, pages.kv_heads, cut)](
-        queries,
-        kv,
-        cos,
-        sin,
-        positions,
-        table,
-        width,
-        pages.pool,
-        output,
-        workspace.partial,
-        workspace.stats,
-        workspace.done,
-        queries if rule.sinks is None else rule.sinks,
-        pages.layer_offset(layer),
-        pages.block_stride,
-        pages.value_stride,
-        pages.head_stride,
-        queries.stride(0),
-        queries.stride(1),
-        kv.stride(0),
-        kv.stride(1),
-        cos.stride(0),
-        rule.scale,
-        rule.softcap or 1.0,
-        rule.window or NO_WINDOW,
-        kv_heads=pages.kv_heads,
-        dim=dim,
-        padded_dim=padded(dim),
-        block_tokens=pages.block_tokens,
+        *arguments(
+            queries, kv, new.positions, new.table, new.width, pages, layer, rule, output, workspace,
+            new.angles,
+        ),
+        **constants(queries, pages, rule),
         keys=keys,
-        group=group,
-        padded_group=max(LEAST_SIZE, triton.next_power_of_2(group)),
+        padded_group=max(LEAST_SIZE, triton.next_power_of_2(heads // pages.kv_heads)),
         splits=cut,
-        most_splits=MOST_SPLITS,
+        most_splits=workspace.most_runs,
         least_run=LEAST_RUN,
-        has_softcap=rule.softcap is not None,
-        has_sinks=rule.sinks is not None,
-        writes=writes,
-        turned=cos.shape[1] if angles else 0,
+        writes=new.writes,
+        turned=new.angles[0].shape[1] if new.angles else 0,
         stages=stages,
         num_warps=warps,
         **overlap(queries.device),
-    )
+    )  # fmt: skip
     return output
-
-
-def padded(dim: int) -> int:
-    """The size of a product's operand with rows of `dim` values."""
-    return max(LEAST_SIZE, int(triton.next_power_of_2(dim)))
 
 
 def _shape(pages: Pages, pairs: int) -> tuple[int, int, int]:

@@ -13,12 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
-    MOST_CUT_PAIRS,
-    NO_WINDOW,
-    capped,
+from trtmesh.engine.backends.torch.cuda.kernels.attention import (
+    NewTokens,
+    RunWorkspace,
+    arguments,
+    constants,
     padded,
+    scores_of,
     splits,
+    with_new_token,
+    with_sink,
+    with_values,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.overlap import overlap
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
@@ -39,12 +44,6 @@ def _merged(m, total, sums, m2, total2, sums2):
     one = tl.exp2(m - level)
     two = tl.exp2(m2 - level)
     return top, total * one + total2 * two, sums * one[:, None] + sums2 * two[:, None]
-
-
-@triton.jit
-def _turned(x, swapped, cos, sin, sign):
-    """x * cos + rotate_half(x) * sin"""
-    return (x.to(tl.float32) * cos + swapped.to(tl.float32) * (sin * sign)).to(x.dtype)
 
 
 @triton.jit
@@ -143,24 +142,10 @@ def _attend(
         q = tl.load(place_of_q + d[None, :], mask=whole, other=0.0).to(kind)
         if decodes:
             place_of_key = kv + token * kv_row + kv_at * kv_head
-            new_key = tl.load(place_of_key + d, mask=in_dim, other=0.0).to(kind)
-            new_value = tl.load(place_of_key + kv_heads * kv_head + d, mask=in_dim, other=0.0)
-            new_value = new_value.to(kind)
-            if turned > 0:
-                # The first `turned` of a head's values, in two halves rotated against each other.
-                half: tl.constexpr = turned // 2
-                turns = d < turned
-                other_half = tl.where(d < half, d + half, d - half)
-                sign = tl.where(d < half, -1.0, 1.0)
-                angle = token * angle_row + d
-                cos_d = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
-                sin_d = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
-                swapped = tl.load(
-                    place_of_q + other_half[None, :], mask=whole & turns[None, :], other=0.0
-                ).to(kind)
-                q = _turned(q, swapped, cos_d[None, :], sin_d[None, :], sign[None, :])
-                swapped_key = tl.load(place_of_key + other_half, mask=turns, other=0.0).to(kind)
-                new_key = _turned(new_key, swapped_key, cos_d, sin_d, sign)
+            q, new_key, new_value = with_new_token(
+                q, place_of_q, whole, place_of_key, kv_head, cos, sin, token, angle_row, d, in_dim,
+                kv_heads, turned,
+            )  # fmt: skip
             if share == 0:
                 block = tl.load(blocks + start // block_tokens)
                 # Rows without a sequence have the null block, always zero.
@@ -190,18 +175,9 @@ def _attend(
                     spots = place[:, None] + d[None, :]
                     k = tl.load(spots, mask=in_dim[None, :], other=0.0)
                     v = tl.load(spots + value_stride, mask=in_dim[None, :], other=0.0)
-                    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                    if has_softcap:
-                        score = capped(score, softcap)
+                    score = scores_of(q, k, scale, softcap, has_softcap)
                     score = score * log2_e
-                    top = tl.maximum(m, tl.max(score, 1))
-                    weights = tl.exp2(score - top[:, None])
-                    before = tl.exp2(m - top)
-                    total = total * before + tl.sum(weights, 1)
-                    sums = tl.dot(
-                        weights.to(kind), v, sums * before[:, None], input_precision="ieee"
-                    )
-                    m = top
+                    m, total, sums = with_values(m, total, sums, score, v, may_hide_all=False)
                 begin = tl.maximum(begin, seen)
             for at in tl.range(begin, stop, keys, num_stages=stages):
                 key = at + n
@@ -219,21 +195,13 @@ def _attend(
                     is_new = (key == start)[:, None]
                     k = tl.where(is_new, new_key[None, :], k)
                     v = tl.where(is_new, new_value[None, :], v)
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                if has_softcap:
-                    score = capped(score, softcap)
+                score = scores_of(q, k, scale, softcap, has_softcap)
                 visible = key[None, :] <= own[:, None]
                 if has_window:
                     visible = visible & (key[None, :] > own[:, None] - window)
                 score = tl.where(visible, score * log2_e, float("-inf"))
-                top = tl.maximum(m, tl.max(score, 1))
                 # A token may see none of the keys before the window, nor keys of a later run.
-                level = tl.where(top == float("-inf"), 0.0, top)
-                weights = tl.exp2(score - level[:, None])
-                before = tl.exp2(m - level)
-                total = total * before + tl.sum(weights, 1)
-                sums = tl.dot(weights.to(kind), v, sums * before[:, None], input_precision="ieee")
-                m = top
+                m, total, sums = with_values(m, total, sums, score, v, may_hide_all=True)
             if splits == 1 or runs == 1:
                 all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
             else:
@@ -266,11 +234,8 @@ def _attend(
                     all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
         if last:
             if has_sinks:
-                sink = tl.load(sinks + heads, mask=g < group, other=0.0).to(tl.float32) * log2_e
-                top = tl.maximum(all_m, sink)
-                before = tl.exp2(all_m - top)
-                all_total = all_total * before + tl.exp2(sink - top)
-                all_sums = all_sums * before[:, None]
+                sink = tl.load(sinks + heads, mask=g < group, other=0.0)
+                all_total, all_sums = with_sink(all_m, all_total, all_sums, sink)
             # Empty rows see nothing.
             all_total = tl.where(all_total > 0, all_total, 1.0)
             tl.store(
@@ -280,19 +245,6 @@ def _attend(
                 (all_sums / all_total[:, None]).to(output.dtype.element_ty),
                 mask=whole,
             )
-
-
-class RunWorkspace:
-    """Memory for the results of runs of decoded tokens. All counters are zero between launches."""
-
-    def __init__(self, heads: int, pages: Pages, positions: int, device: torch.device) -> None:
-        """`positions` is the length of the longest sequence."""
-        self.most_runs = triton.cdiv(positions, RUN)
-        rows = max(1, MOST_CUT_PAIRS // pages.kv_heads)
-        runs = rows * heads * self.most_runs
-        self.partial = torch.empty(runs * padded(pages.dim), device=device)
-        self.stats = torch.empty(runs * 2, device=device)
-        self.done = torch.zeros(rows * pages.kv_heads, dtype=torch.int32, device=device)
 
 
 def attend_chunks(
@@ -306,95 +258,59 @@ def attend_chunks(
 ) -> Tensor:
     """Attends `tiles` [tiles, 4] of `queries` [tokens, heads, dim], whose keys and values are stored in blocks of
     `table`, rows of `width` [1] blocks; returns the shape of `queries`, without meaning for tokens of no tile."""
-    return _launch(queries, queries, tiles, table, width, pages, layer, rule, None)
+    return _launch(queries, queries, tiles, table, width, pages, layer, rule)
 
 
 def attend_tokens(
     queries: Tensor,
     kv: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    width: Tensor,
+    new: NewTokens,
     pages: Pages,
     layer: int,
     rule: Rule,
     workspace: RunWorkspace,
-    angles: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`queries` [rows, heads, dim] and `kv` [rows, 2 * kv_heads, dim] of a token for each row of `table`, at
-    `positions` [rows]. Stores keys and values, except of rows with the null block.
-
-    `angles` are cosines and sines [rows, turned dimensions] by which queries and keys are rotated first, like
-    transformers' `apply_rotary_pos_emb`; None for rotated queries and keys.
-    """
-    return _launch(queries, kv, positions, table, width, pages, layer, rule, workspace, angles)
+    """`queries` [rows, heads, dim] and `kv` [rows, 2 * kv_heads, dim] are of the new tokens, which are stored; returns
+    the shape of `queries`."""
+    return _launch(
+        queries, kv, new.positions, new.table, new.width, pages, layer, rule, workspace, new.angles
+    )
 
 
 def _launch(
     queries: Tensor,
     kv: Tensor,
-    tiles: Tensor,
+    places: Tensor,
     table: Tensor,
     width: Tensor,
     pages: Pages,
     layer: int,
     rule: Rule,
-    workspace: RunWorkspace | None,
+    workspace: RunWorkspace | None = None,
     angles: Angles | None = None,
 ) -> Tensor:
     """Decodes where there is a workspace."""
-    _, heads, dim = queries.shape
-    group = heads // pages.kv_heads
-    padded_group = triton.next_power_of_2(group)
+    padded_group = triton.next_power_of_2(queries.shape[1] // pages.kv_heads)
     rows = max(ROWS, padded_group)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    cut = splits(len(tiles), pages.kv_heads) if workspace else 1
+    cut = splits(len(places), pages.kv_heads) if workspace else 1
     parts = 1 if workspace else TILE * padded_group // rows
-    row_bytes = padded(dim) * pages.pool.dtype.itemsize
+    row_bytes = padded(pages.dim) * pages.pool.dtype.itemsize
     wide = row_bytes > 256
-    cos, sin = angles or (queries, queries)
-    _attend[(len(tiles) * parts, pages.kv_heads, cut)](
-        queries,
-        kv,
-        cos,
-        sin,
-        tiles,
-        table,
-        width,
-        pages.pool,
-        output,
-        workspace.partial if workspace else queries,
-        workspace.stats if workspace else queries,
-        workspace.done if workspace else queries,
-        queries if rule.sinks is None else rule.sinks,
-        pages.layer_offset(layer),
-        pages.block_stride,
-        pages.value_stride,
-        pages.head_stride,
-        queries.stride(0),
-        queries.stride(1),
-        kv.stride(0),
-        kv.stride(1),
-        cos.stride(0),
-        rule.scale,
-        rule.softcap or 1.0,
-        rule.window or NO_WINDOW,
+    _attend[(len(places) * parts, pages.kv_heads, cut)](
+        *arguments(
+            queries, kv, places, table, width, pages, layer, rule, output, workspace, angles
+        ),
         workspace.most_runs if workspace else 1,
-        kv_heads=pages.kv_heads,
-        group=group,
+        **constants(queries, pages, rule),
         padded_group=padded_group,
         rows=rows,
         tile=TILE,
-        dim=dim,
-        padded_dim=padded(dim),
-        block_tokens=pages.block_tokens,
         keys=32 if wide else 64,
         run=RUN,
         splits=cut,
         decodes=int(workspace is not None),
-        turned=cos.shape[1] if angles else 0,
-        has_softcap=rule.softcap is not None,
-        has_sinks=rule.sinks is not None,
+        turned=angles[0].shape[1] if angles else 0,
         has_window=rule.window is not None,
         stages=1 if wide else 2 if row_bytes <= 128 else 3,
         num_warps=8 if row_bytes > 128 else 4,

@@ -29,21 +29,11 @@ class Pages:
     def dim(self) -> int:
         return self.pool.shape[5]
 
-    @property
-    def block_stride(self) -> int:
-        return self.pool.stride(0)
-
-    @property
-    def value_stride(self) -> int:
-        """From a key to the value of the same token."""
-        return self.pool.stride(2)
-
-    @property
-    def head_stride(self) -> int:
-        return self.pool.stride(3)
-
-    def layer_offset(self, layer: int) -> int:
-        return layer * self.pool.stride(1)
+    def strides(self, layer: int) -> tuple[int, int, int, int]:
+        """From the pool's begin to the layer, from a block to the next, from a key to the value of the same token, and
+        from a head to the next."""
+        block, of_layer, value, head, *_ = self.pool.stride()
+        return layer * of_layer, block, value, head
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +94,7 @@ def _store(
 def store_tokens(kv: Tensor, tokens: TableRows, pages: Pages, layer: int) -> None:
     """Stores `kv` [tokens, 2 * kv_heads, dim]; nothing for tokens with the null block."""
     rows, count, dim = kv.shape
+    offset, block, _, head = pages.strides(layer)
     _store[(rows,)](
         kv,
         tokens.positions,
@@ -111,9 +102,9 @@ def store_tokens(kv: Tensor, tokens: TableRows, pages: Pages, layer: int) -> Non
         tokens.table,
         tokens.width,
         pages.pool,
-        pages.layer_offset(layer),
-        pages.block_stride,
-        pages.head_stride,
+        offset,
+        block,
+        head,
         kv.stride(0),
         kv.stride(1),
         count=count,

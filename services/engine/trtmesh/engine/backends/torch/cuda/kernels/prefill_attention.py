@@ -5,10 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from trtmesh.engine.backends.torch.cuda.kernels.decode_attention import (
+from trtmesh.engine.backends.torch.cuda.kernels.attention import (
     NO_WINDOW,
-    capped,
+    constants,
     padded,
+    scores_of,
+    with_sink,
+    with_values,
 )
 from trtmesh.engine.backends.torch.cuda.kernels.pages import Pages
 from trtmesh.engine.backends.torch.model.attention import Rule
@@ -35,7 +38,7 @@ def _prefill(
     scale,
     softcap,
     window,
-    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
     padded_dim: tl.constexpr,
@@ -86,16 +89,8 @@ def _prefill(
             spots = place[:, None] + d[None, :]
             k = tl.load(spots, mask=in_dim[None, :], other=0.0)
             v = tl.load(spots + value_stride, mask=in_dim[None, :], other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if has_softcap:
-                score = capped(score, softcap)
-            score = score * log2_e
-            top = tl.maximum(m, tl.max(score, 1))
-            weights = tl.exp2(score - top[:, None])
-            before = tl.exp2(m - top)
-            total = total * before + tl.sum(weights, 1)
-            sums = tl.dot(weights.to(kind), v, sums * before[:, None], input_precision="ieee")
-            m = top
+            score = scores_of(q, k, scale, softcap, has_softcap)
+            m, total, sums = with_values(m, total, sums, score * log2_e, v, may_hide_all=False)
     for at in tl.range(seen, end, keys, num_stages=stages):
         key = at + n
         there = key < end
@@ -108,32 +103,20 @@ def _prefill(
         mask = there[:, None] & in_dim[None, :]
         k = tl.load(spots, mask=mask, other=0.0)
         v = tl.load(spots + value_stride, mask=mask, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if has_softcap:
-            score = capped(score, softcap)
+        score = scores_of(q, k, scale, softcap, has_softcap)
         own = start + i[:, None]
         visible = key[None, :] <= own
         if has_window:
             visible = visible & (key[None, :] > own - window)
         score = tl.where(visible, score * log2_e, float("-inf"))
-        top = tl.maximum(m, tl.max(score, 1))
         # A token may see none of the keys before the window.
-        level = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp2(score - level[:, None])
-        before = tl.exp2(m - level)
-        total = total * before + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(kind), v, sums * before[:, None], input_precision="ieee")
-        m = top
+        m, total, sums = with_values(m, total, sums, score, v, may_hide_all=True)
     if has_sinks:
-        sink = tl.load(sinks + head).to(tl.float32) * log2_e
-        top = tl.maximum(m, sink)
-        before = tl.exp2(m - top)
-        total = total * before + tl.exp2(sink - top)
-        sums = sums * before[:, None]
+        total, sums = with_sink(m, total, sums, tl.load(sinks + head))
     # A row beyond the chunk sees nothing, and is not stored.
     total = tl.where(total > 0, total, 1.0)
     tl.store(
-        output + ((token + i[:, None]) * heads + head) * dim + d[None, :],
+        output + ((token + i[:, None]) * (kv_heads * group) + head) * dim + d[None, :],
         (sums / total[:, None]).to(output.dtype.element_ty),
         mask=whole,
     )
@@ -163,11 +146,9 @@ def prefill_attention(
 ) -> None:
     """Attends `tiles` [tiles, 4] of `queries` [tokens, heads, dim]; `table` is [rows, width]. Writes the rows of the
     contiguous `output` [tokens, heads, dim]."""
-    _, heads, dim = queries.shape
-    padded_dim = padded(dim)
-    row_bytes = padded_dim * pages.pool.dtype.itemsize
+    row_bytes = padded(pages.dim) * pages.pool.dtype.itemsize
     wide = row_bytes > 256
-    _prefill[(heads, len(tiles))](
+    _prefill[(queries.shape[1], len(tiles))](
         queries,
         table,
         tiles,
@@ -175,24 +156,14 @@ def prefill_attention(
         output,
         queries if rule.sinks is None else rule.sinks,
         table.shape[1],
-        pages.layer_offset(layer),
-        pages.block_stride,
-        pages.value_stride,
-        pages.head_stride,
-        queries.stride(0),
-        queries.stride(1),
+        *pages.strides(layer),
+        *queries.stride()[:2],
         rule.scale,
         rule.softcap or 1.0,
         rule.window or NO_WINDOW,
-        heads=heads,
-        group=heads // pages.kv_heads,
-        dim=dim,
-        padded_dim=padded_dim,
-        block_tokens=pages.block_tokens,
+        **constants(queries, pages, rule),
         tile=TILE,
         keys=32 if wide else 64,
-        has_softcap=rule.softcap is not None,
-        has_sinks=rule.sinks is not None,
         has_window=rule.window is not None,
         # Measured: for rows this short, a third stage costs more than the hidden time.
         stages=1 if wide else 2 if row_bytes <= 128 else 3,
