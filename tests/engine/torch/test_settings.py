@@ -156,7 +156,7 @@ async def test_lowest_limit_sizes_the_pool(
 async def test_a_fraction_of_the_free_memory_sizes_the_pool(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Cpu, "free_memory", lambda _: 1000 * BYTES_PER_TOKEN)
+    monkeypatch.setattr(Cpu, "spare_memory", lambda *_: 1000 * BYTES_PER_TOKEN)
     settings = {"kv_cache_free_memory_fraction": 0.5, "host_cache_bytes": 99 * BYTES_PER_TOKEN}
     async with running(llama, tokens_per_block=4, **settings) as engine:
         assert engine.info.total_blocks == 125

@@ -154,10 +154,6 @@ class Device(ABC):
         return copy_blocks
 
     @abstractmethod
-    def free_memory(self) -> int:
-        """Bytes still available."""
-
-    @abstractmethod
     def spare_memory(self, model: Model, largest: StepSize) -> int:
         """Bytes for the KV cache: all still available, without the needs of the largest steps."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,19 +14,11 @@ from trtmesh.engine.backends.torch.model.attention import Attention, StepTokens,
 from trtmesh.engine.backends.torch.model.lora_layers import AdapterRows
 from trtmesh.engine.backends.torch.model.model import Model
 from trtmesh.engine.backends.torch.model.prompt_tables import PromptTable
-from trtmesh.engine.backends.torch.sampling.choice import Ranking, TokenChoice
+from trtmesh.engine.backends.torch.sampling.choice import Chooser, TokenChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sampling.readers import Reader
 from trtmesh.engine.backends.torch.sequence import Chunk
 from trtmesh.engine.scheduling.blocks import NULL_BLOCK
-
-
-class ChoosesTokens(Protocol):
-    """For `choose` and `rank` see Compute."""
-
-    def choose(self, sequences: Sequence[Continuation], logits: Tensor) -> TokenChoice: ...
-
-    def rank(self, lanes: Sequence[Continuation], logits: Tensor) -> Ranking: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +55,7 @@ class Runner:
         cache: KvCache,
         tables: BlockTables,
         attention: Attention,
-        chooser: ChoosesTokens,
+        chooser: Chooser,
         release_memory: Callable[[], None],
         synchronize: Callable[[], None] | None = None,
     ) -> None:

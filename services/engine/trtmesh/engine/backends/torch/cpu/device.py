@@ -97,11 +97,8 @@ class Cpu(Device):
             uses_fused=fused_is_faster,
         )
 
-    def free_memory(self) -> int:
-        return free_memory() // (self._group.place.ranks if self._group else 1)
-
     def spare_memory(self, model: Model, largest: StepSize) -> int:
-        return self.free_memory()
+        return free_memory() // (self._group.place.ranks if self._group else 1)
 
     def default_cache_bytes(self, model: Model, largest: StepSize) -> int:
         return CACHE_BYTES

@@ -55,7 +55,8 @@ class Attention(Protocol):
     """Attention of all layers of a model over the KV cache."""
 
     turns: bool
-    """Whether this step's queries and keys go to `attend_turning` of a TurningAttention before they are rotated."""
+    """Whether this step's queries and keys are rotated by `attend_turning`, which takes those of `attend_tokens` and
+    the angles."""
 
     def begin(self, step: StepTokens, written: Callable[[int], None] | None = None) -> None:
         """Prepares for the next forward, with calls of `written` after writing the KV of each layer."""
@@ -65,15 +66,6 @@ class Attention(Protocol):
 
     def attend_tokens(self, layer: int, queries: Tensor, kv: Tensor, rule: Rule) -> Tensor:
         """`queries` [tokens, heads, head_dim], `kv` [tokens, 2 * kv_heads, head_dim]; returns as `queries`."""
-
-
-class TurningAttention(Attention, Protocol):
-    """Attention with rotary positions built in."""
-
-    def attend_turning(
-        self, layer: int, queries: Tensor, kv: Tensor, rule: Rule, angles: Angles
-    ) -> Tensor:
-        """As `attend_tokens`, after a rotation of queries and keys."""
 
 
 def register() -> None:
