@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -64,13 +66,28 @@ def key_of(x):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+class RowLogits(NamedTuple):
+    """A row to choose from, within a kernel; the logits are in `changed` if they are."""
+
+    logits: Any
+    changed: Any
+    is_changed: Any
+    row: Any
+    row_stride: Any
+    size: Any
+
+
 @triton.jit
-def values_of(logits, changed, is_changed, row, row_stride, size, ids, there):
-    """The logits of a row to choose from, which are in `changed` if they are; -inf where nothing is `there`."""
-    if is_changed:
-        x = tl.load(changed + row * size + ids, mask=there, other=float("-inf"))
+def values_of(source, ids, there):
+    """The logits of a row to choose from; -inf where nothing is `there`."""
+    if source.is_changed:
+        x = tl.load(
+            source.changed + source.row * source.size + ids, mask=there, other=float("-inf")
+        )
     else:
-        x = tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf"))
+        x = tl.load(
+            source.logits + source.row * source.row_stride + ids, mask=there, other=float("-inf")
+        )
         x = x.to(tl.float32)
     return x
 
@@ -121,37 +138,21 @@ def _rounding(top, temperature):
 
 
 @triton.jit
-def blocks_of(
-    logits, changed, is_changed, row, row_stride, size, maxima, blocks, place, padded: tl.constexpr
-):
+def blocks_of(source, maxima, blocks, place, padded: tl.constexpr):
     """Of each block of a row, the highest logit, the highest noise, and the logit of its token [padded] float32."""
     numbers = tl.arange(0, padded)
     there = numbers < blocks
-    highest = tl.load(maxima + row * blocks + numbers, mask=there, other=float("-inf"))
+    highest = tl.load(maxima + source.row * blocks + numbers, mask=there, other=float("-inf"))
     hashes = _hashes(place, numbers.to(tl.uint64) + 0x100000000)
     noise = -tl.log(_estimate(hashes) / _BLOCK)
     ids = numbers * _BLOCK + (hashes & (_BLOCK - 1)).to(tl.int32)
-    own = values_of(logits, changed, is_changed, row, row_stride, size, ids, there & (ids < size))
+    own = values_of(source, ids, there & (ids < source.size))
     return highest, noise, own
 
 
 @triton.jit
 def winner_of(
-    logits,
-    changed,
-    is_changed,
-    row,
-    row_stride,
-    size,
-    highest,
-    noise,
-    own,
-    peak,
-    least,
-    place,
-    temperature,
-    listed,
-    padded: tl.constexpr,
+    source, highest, noise, own, peak, least, place, temperature, listed, padded: tl.constexpr
 ):
     """The token with the highest sum of logit / temperature and noise among those with keys from `least` on. The finite
     `peak`, the highest logit, has such a key. `highest`, `noise` and `own` are those of `blocks_of`; `listed` has room
@@ -174,16 +175,16 @@ def winner_of(
     tl.debug_barrier()
     count = tl.sum(likely.to(tl.int32))
     best = tl.full((), float("-inf"), tl.float64)
-    winner = tl.zeros((), tl.int32) + size
+    winner = tl.zeros((), tl.int32) + source.size
     for first in range(0, count, _AT_ONCE):
         i = first + tl.arange(0, _AT_ONCE)[:, None]
         there = i < count
         numbers = tl.load(listed + i, mask=there, other=0)
         ids = numbers * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-        there = there & (ids < size)
-        x = values_of(logits, changed, is_changed, row, row_stride, size, ids, there)
+        there = there & (ids < source.size)
+        x = values_of(source, ids, there)
         kept = key_of(x) >= least
-        found, token = _best_sum(x, kept, place, temperature, numbers, ids, size)
+        found, token = _best_sum(x, kept, place, temperature, numbers, ids, source.size)
         winner = tl.where(found > best, token, winner)
         best = tl.maximum(best, found)
     return winner
@@ -261,12 +262,13 @@ def _best(
     temperature = tl.load(temperatures + row)
     if finite & (temperature > 0):
         place = tl.load(places + row)
+        # Not as a variable, whose 0 the compiler would not know.
         highest, noise, own = blocks_of(
-            logits, logits, 0, row, row_stride, size, maxima, blocks, place, padded
+            RowLogits(logits, logits, 0, row, row_stride, size), maxima, blocks, place, padded
         )
         token = winner_of(
-            logits, logits, 0, row, row_stride, size, highest, noise, own, top, _NO_LOGIT + 1,
-            place, temperature, listed + row * blocks, padded,
+            RowLogits(logits, logits, 0, row, row_stride, size), highest, noise, own, top,
+            _NO_LOGIT + 1, place, temperature, listed + row * blocks, padded,
         )  # fmt: skip
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
 

@@ -22,6 +22,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.gumbel_choice import (
     NO_LOGIT,
     PART,
     ROW_WARPS,
+    RowLogits,
     blocks_of,
     key_of,
     values_of,
@@ -191,10 +192,7 @@ def _survey(
 
 
 @triton.jit
-def _list_highest(
-    logits, changed, is_changed, row, row_stride, size, highest, top_k, end, listed, kept,
-    padded: tl.constexpr,
-):  # fmt: skip
+def _list_highest(source, highest, top_k, end, listed, kept, padded: tl.constexpr):
     """Lists tokens in `kept`, all from some logit on, at least `top_k` if there are; returns how many there are, and
     at most LISTED of them are listed. `highest` are the logits of blocks, all below the key `end`."""
     keys = key_of(highest)
@@ -218,8 +216,8 @@ def _list_highest(
         i = first + tl.arange(0, _BLOCKS_AT_ONCE)[:, None]
         there = i < count
         ids = tl.load(listed + i, mask=there, other=0) * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-        there = there & (ids < size)
-        x = values_of(logits, changed, is_changed, row, row_stride, size, ids, there)
+        there = there & (ids < source.size)
+        x = values_of(source, ids, there)
         x = tl.reshape(x, (_BLOCKS_AT_ONCE * _BLOCK,))
         inside = key_of(x) >= low.to(tl.int32)
         slots = found + tl.cumsum(inside.to(tl.int32), 0) - 1
@@ -238,15 +236,13 @@ def _counts(keys, middle):
 
 
 @triton.jit
-def _counts_of_row(
-    logits, changed, is_changed, row, row_stride, size, middle, at_once: tl.constexpr
-):
+def _counts_of_row(source, middle, at_once: tl.constexpr):
     count = tl.zeros((), tl.int32)
     up = tl.zeros((), tl.int32) + 2147483647
     down = tl.zeros((), tl.int32) - 2147483647
-    for first in range(0, size, at_once):
+    for first in range(0, source.size, at_once):
         ids = first + tl.arange(0, at_once)
-        x = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
+        x = values_of(source, ids, ids < source.size)
         more, lowest, highest = _counts(key_of(x), middle)
         count += more
         up = tl.minimum(up, lowest)
@@ -255,10 +251,7 @@ def _counts_of_row(
 
 
 @triton.jit
-def _kth(
-    logits, changed, is_changed, row, row_stride, size, keys, is_listed, top_k, end,
-    at_once: tl.constexpr,
-):  # fmt: skip
+def _kth(source, keys, is_listed, top_k, end, at_once: tl.constexpr):
     """The k-th highest key below `end` of the listed ones or, unless `is_listed`, of the row; the first of all without
     so many."""
     low = tl.zeros((), tl.int64) + _FIRST_KEY
@@ -267,9 +260,7 @@ def _kth(
         if is_listed:
             count, up, down = _counts(keys, middle.to(tl.int32))
         else:
-            count, up, down = _counts_of_row(
-                logits, changed, is_changed, row, row_stride, size, middle.to(tl.int32), at_once
-            )
+            count, up, down = _counts_of_row(source, middle.to(tl.int32), at_once)
         if count >= top_k:
             low = tl.minimum(up.to(tl.int64), end - 1)
         elif middle == low:
@@ -281,34 +272,28 @@ def _kth(
 
 
 @triton.jit
-def _rounded_mass(
-    logits, changed, is_changed, row, row_stride, size, peak, temperature, bound,
-    at_once: tl.constexpr,
-):  # fmt: skip
+def _rounded_mass(source, peak, temperature, bound, at_once: tl.constexpr):
     """The weight of the tokens above a logit, rounded."""
     mass = tl.zeros([at_once], tl.float32)
     ids = tl.arange(0, at_once)
-    x = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
-    for _ in range(0, size, at_once):
+    x = values_of(source, ids, ids < source.size)
+    for _ in range(0, source.size, at_once):
         # The next tokens arrive meanwhile.
         ids += at_once
-        rest = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
+        rest = values_of(source, ids, ids < source.size)
         mass += tl.where(x > bound, _rounded_weights(x, peak, temperature), 0.0)
         x = rest
     return tl.sum(mass)
 
 
 @triton.jit
-def _masses(
-    logits, changed, is_changed, row, row_stride, size, peak, temperature, least, key,
-    at_once: tl.constexpr,
-):  # fmt: skip
+def _masses(source, peak, temperature, least, key, at_once: tl.constexpr):
     """The weights of the tokens with keys from `least` on, and of tokens with keys above `key`."""
     total = tl.zeros((), tl.int64)
     above = tl.zeros((), tl.int64)
-    for first in range(0, size, at_once):
+    for first in range(0, source.size, at_once):
         ids = first + tl.arange(0, at_once)
-        x = values_of(logits, changed, is_changed, row, row_stride, size, ids, ids < size)
+        x = values_of(source, ids, ids < source.size)
         keys = key_of(x)
         weights = tl.where(keys >= least, _weights(x, peak, temperature), 0)
         total += tl.sum(weights)
@@ -317,69 +302,41 @@ def _masses(
 
 
 @triton.jit
-def _draw(
-    logits,
-    row_stride,
-    size,
-    fields,
-    stride,
-    changed,
-    flags,
-    row,
-    peak,
-    mass,
-    maxima,
-    listed,
-    kept,
-    blocks,
-    padded: tl.constexpr,
-):
+def _draw(source, fields, stride, peak, mass, maxima, listed, kept, blocks, padded: tl.constexpr):
     """The token of a row with the finite highest logit `peak`. `mass` are all weights, rounded, where top_p is the only
     filter of weights."""
-    is_changed = (flags & _CHANGES) != 0
-    temperature = _number(fields, stride, row, _TEMPERATURE)
-    top_k = _word(fields, stride, row, _TOP_K).to(tl.int32)
-    share = _number(fields, stride, row, _TOP_P)
-    place = _word(fields, stride, row, _PLACE).to(tl.uint64, bitcast=True)
-    highest, noise, own = blocks_of(
-        logits, changed, is_changed, row, row_stride, size, maxima, blocks, place, padded
-    )
+    temperature = _number(fields, stride, source.row, _TEMPERATURE)
+    top_k = _word(fields, stride, source.row, _TOP_K).to(tl.int32)
+    share = _number(fields, stride, source.row, _TOP_P)
+    place = _word(fields, stride, source.row, _PLACE).to(tl.uint64, bitcast=True)
+    highest, noise, own = blocks_of(source, maxima, blocks, place, padded)
     keys = tl.full([_LISTED], _FIRST_KEY - 1, tl.int32)
     weights = tl.zeros([_LISTED], tl.int64)
     least = tl.zeros((), tl.int32) + _FIRST_KEY
     is_listed = top_k < 0
     if top_k > 0:
         end = key_of(peak).to(tl.int64) + 1
-        count = _list_highest(
-            logits, changed, is_changed, row, row_stride, size, highest, top_k, end, listed, kept,
-            padded,
-        )  # fmt: skip
+        count = _list_highest(source, highest, top_k, end, listed, kept, padded)
         is_listed = count <= _LISTED
         i = tl.arange(0, _LISTED)
         x = tl.load(kept + i, mask=(i < count) & is_listed, other=float("-inf"))
         keys = key_of(x)
-        least = _kth(
-            logits, changed, is_changed, row, row_stride, size, keys, is_listed, top_k, end,
-            _AT_ONCE,
-        )  # fmt: skip
+        least = _kth(source, keys, is_listed, top_k, end, _AT_ONCE)
         if share < 1:
             weights = tl.where(keys >= least, _weights(x, peak, temperature), 0)
     within_top_k = least
-    depth = _number(fields, stride, row, _DEPTH) + peak.to(tl.float64)
+    depth = _number(fields, stride, source.row, _DEPTH) + peak.to(tl.float64)
     bound = depth.to(tl.float32)
     least = tl.maximum(least, key_of(bound) + (bound.to(tl.float64) < depth).to(tl.int32))
     token = tl.zeros((), tl.int32)
     is_filtered = tl.full((), 1, tl.int1)
     while is_filtered:
         token = winner_of(
-            logits, changed, is_changed, row, row_stride, size, highest, noise, own, peak, least,
-            place, temperature, listed, padded,
-        )  # fmt: skip
+            source, highest, noise, own, peak, least, place, temperature, listed, padded
+        )
         is_filtered = tl.full((), 0, tl.int1)
         if share < 1:
-            logit = values_of(
-                logits, changed, is_changed, row, row_stride, size, token, token < size
-            )
+            logit = values_of(source, token, token < source.size)
             key = key_of(logit)
             if (key >= least) & (key < key_of(peak)):
                 is_exact = top_k > 0
@@ -388,18 +345,12 @@ def _draw(
                     needed = share * tl.sum(weights).to(tl.float64)
                     is_filtered = above.to(tl.float64) >= needed
                 elif top_k == 0:
-                    rounded = _rounded_mass(
-                        logits, changed, is_changed, row, row_stride, size, peak, temperature, logit,
-                        _AT_ONCE,
-                    )  # fmt: skip
+                    rounded = _rounded_mass(source, peak, temperature, logit, _AT_ONCE)
                     rest = rounded - share.to(tl.float32) * mass
                     is_filtered = rest >= 0
                     is_exact = tl.abs(rest) <= 1e-5 * mass
                 if is_exact & (is_listed == 0):
-                    total, above = _masses(
-                        logits, changed, is_changed, row, row_stride, size, peak, temperature,
-                        within_top_k, key, _AT_ONCE,
-                    )  # fmt: skip
+                    total, above = _masses(source, peak, temperature, within_top_k, key, _AT_ONCE)
                     is_filtered = above.to(tl.float64) >= share * total.to(tl.float64)
                 least = tl.where(is_filtered, key + 1, least)
     return token
@@ -458,9 +409,10 @@ def _choose(
         temperature = _number(fields, stride, row, _TEMPERATURE)
         part_masses = tl.load(masses + at, mask=there, other=0.0)
         mass = tl.sum(tl.where(there, part_masses * _rounded_weights(peak, top, temperature), 0.0))
+        source = RowLogits(logits, changed, (flags & _CHANGES) != 0, row, row_stride, size)
         token = _draw(
-            logits, row_stride, size, fields, stride, changed, flags, row, top, mass, maxima,
-            listed + row * blocks, kept + row * _LISTED, blocks, padded,
+            source, fields, stride, top, mass, maxima, listed + row * blocks, kept + row * _LISTED,
+            blocks, padded,
         )  # fmt: skip
     token = tl.where(finite, token, -2)
     token = tl.where(own_finite, token, -1)
