@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from trtmesh.chassis.panics import is_failure
-from trtmesh.engine.backends.torch.drafts.drafter import Drafter, Wish
+from trtmesh.engine.backends.torch.drafts.drafter import Drafter
 from trtmesh.engine.backends.torch.drafts.lengths import MOST_DRAFTS, Lengths, StepTime
 from trtmesh.engine.backends.torch.sampling.mask_time import may_be_late
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
@@ -49,6 +49,7 @@ class Prior:
 class Followed:
     """A sequence open to drafts."""
 
+    sequence: Sequence
     prior: Prior
     rates: list[float] = field(init=False)
     """Shares of accepted drafts, given that all drafts before were accepted: of guesses, and of forced runs."""
@@ -69,21 +70,21 @@ class Followed:
     def rate(self) -> float:
         return self.rates[self.is_forced]
 
-    def given_rest(self, sequence: Sequence) -> SequenceOf[int]:
+    def given_rest(self) -> SequenceOf[int]:
         """The rest of the client's guess."""
-        first = sequence.prompt_tokens
-        for token in sequence.tokens[first + self.given_right :]:
+        first = self.sequence.prompt_tokens
+        for token in self.sequence.tokens[first + self.given_right :]:
             if self.given_right >= len(self.given) or self.given[self.given_right] != token:
                 self.given = ()
                 break
             self.given_right += 1
         return self.given[self.given_right : self.given_right + MOST_GIVEN]
 
-    def observe(self, tokens: SequenceOf[int]) -> None:
+    def observe(self) -> None:
         """Compares the last guess with the new tokens. With or without a verification, the tokens are the model's
         choice."""
-        rate = self.rate
-        for guess, token in zip(self.guess, tokens[self.guessed_at :], strict=False):
+        rate, tokens = self.rate, self.sequence.tokens[self.guessed_at :]
+        for guess, token in zip(self.guess, tokens, strict=False):
             rate += RATE_WEIGHT * ((guess == token) - rate)
             if not self.is_forced:
                 self.prior.add(is_right=guess == token)
@@ -91,11 +92,11 @@ class Followed:
                 break
         self.rates[self.is_forced] = min(max(rate, LOWEST_RATE), HIGHEST_RATE)
 
-    def guessed(self, sequence: Sequence, guess: SequenceOf[int], most: int) -> SequenceOf[int]:
+    def guessed(self, guess: SequenceOf[int], most: int) -> SequenceOf[int]:
         """Takes the drafter's guess, and replaces the guess by a forced run of the guide. Returns the guess."""
-        forced: SequenceOf[int] = ()
+        sequence, forced = self.sequence, list[int]()
         if most > 0 and sequence.token_rules.guided and sequence.guide:
-            forced = sequence.guide.forced(sequence.tokens)[:most]
+            forced = list(sequence.guide.forced(sequence.tokens)[:most])
         self.is_forced = list(guess[: len(forced)]) != forced and bool(forced)
         self.guess, self.guessed_at = forced if self.is_forced else guess, len(sequence.tokens)
         return self.guess
@@ -105,17 +106,10 @@ class Followed:
 class Speculation:
     """The drafts of a step."""
 
-    chunks: list[Chunk]
-    """With drafts, to be verified."""
-    rows: int
-    """Sequences of the step; 0 for a step with other work than decoding."""
+    time: StepTime
     started: float
-    is_typical: bool = True
-    """Whether the time of the step measures drafts."""
-    is_ahead: bool = False
-    """Whether the step was launched before the preceding tokens were known."""
-    has_waited: bool = False
-    """Whether it was not, for drafts."""
+    chunks: list[Chunk] = field(default_factory=list)
+    """With drafts, to be verified."""
 
 
 @dataclass(slots=True)
@@ -178,7 +172,7 @@ class Drafting:
         if self.drafter or given:
             temperature = sequence.config.sampling.temperature or 0.0
             prior = self._priors[min(MOST_RANGES, ceil(temperature / SIMILAR))]
-            self._followed[sequence.key] = Followed(prior, given=given)
+            self._followed[sequence.key] = Followed(sequence, prior, given=given)
 
     def forget(self, sequence: Sequence) -> None:
         if self._followed.pop(sequence.key, None) and self.drafter:
@@ -199,8 +193,8 @@ class Drafting:
             return None
         taken = [chunk for chunk in chunks if self._takes(chunk)]
         decodes = len(taken) == len(chunks) and all(chunk.count == 1 for chunk in taken)
-        step = Speculation([], len(chunks) if decodes else 0, self._now())
-        step.has_waited, self._has_waited = self._has_waited, False
+        step = Speculation(StepTime(len(chunks) if decodes else 0), self._now())
+        step.time.has_waited, self._has_waited = self._has_waited, False
         if not taken:
             return step
         left = self._most_step_tokens - sum(chunk.count for chunk in chunks)
@@ -217,22 +211,23 @@ class Drafting:
     def waits(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the next step waits for the tokens of the sequences, and so may have drafts, instead of a launch
         ahead."""
-        known = [each for each in sequences if each.key in self._followed and not may_be_late(each)]
-        followed = [self._followed[each.key] for each in known]
+        followed = [
+            self._followed[each.key]
+            for each in sequences
+            if each.key in self._followed and not may_be_late(each)
+        ]
         if any(each.given_right < len(each.given) for each in followed):
             return True
-        if self.drafter is None or self._paused_steps or not known:
+        if self.drafter is None or self._paused_steps or not followed:
             return False
         if self._resting_steps:
             self._resting_steps -= 1
             return False
         began = time.perf_counter()
-        most = [
-            min(self._most_of(len(sequences)), each)
-            for each in self._foreseen(self.drafter, followed[:FORESEEN], known[:FORESEEN])
-        ]
-        rates = [each.rate for each in followed[:FORESEEN]]
-        alike = ceil(len(known) / FORESEEN)
+        asked, alike = followed[:FORESEEN], ceil(len(followed) / FORESEEN)
+        cap = self._most_of(len(sequences))
+        most = [min(cap, each) for each in self._foreseen(self.drafter, asked)]
+        rates = [each.rate for each in asked]
         self._has_waited = self.lengths.waits(len(sequences), rates * alike, most * alike)
         seconds = time.perf_counter() - began
         self._resting_steps = int(seconds / (FORESIGHT * self._seconds)) if self._seconds else 0
@@ -242,16 +237,13 @@ class Drafting:
         """Most drafts of a sequence, where all have equally many."""
         return max(1, min(MOST_DRAFTS, self._most_step_tokens // rows - 1))
 
-    def _foreseen(
-        self, drafter: Drafter, followed: SequenceOf[Followed], sequences: SequenceOf[Sequence]
-    ) -> list[int]:
+    def _foreseen(self, drafter: Drafter, followed: SequenceOf[Followed]) -> list[int]:
         """How many drafts could follow the tokens under way, by the tokens known."""
         if not drafter.is_free:
-            return [MOST_DRAFTS] * len(sequences)
-        for each, sequence in zip(followed, sequences, strict=True):
-            each.observe(sequence.tokens)
-        wishes = [(sequence, MOST_DRAFTS + 1) for sequence in sequences]
-        guesses = self._guesses(drafter, followed, wishes)
+            return [MOST_DRAFTS] * len(followed)
+        for each in followed:
+            each.observe()
+        guesses = self._guesses(drafter, followed, [MOST_DRAFTS + 1] * len(followed))
         return [max(0, len(guess) - 1) for guess in guesses]
 
     def ahead(self, chunks: SequenceOf[Chunk]) -> Speculation | None:
@@ -261,7 +253,7 @@ class Drafting:
         self._has_waited = False
         if not any(chunk.sequence.key in self._followed for chunk in chunks):
             return None
-        return Speculation([], len(chunks), self._now(), is_ahead=True)
+        return Speculation(StepTime(len(chunks), is_ahead=True), self._now())
 
     def computed(self, step: Speculation, sat_out: Iterable[int]) -> None:
         """Counts the drafts of a step, before the tokens may end sequences. Those of sequences that `sat_out` are not
@@ -269,7 +261,7 @@ class Drafting:
         self._sat_out = set(sat_out)
         for chunk in step.chunks:
             if chunk.sequence.key in self._sat_out:
-                step.is_typical = False
+                step.time.is_typical = False
                 continue
             self.counts.drafts += bool(chunk.drafts)
             self.counts.draft_tokens += len(chunk.drafts)
@@ -288,20 +280,11 @@ class Drafting:
     def finished(self, step: Speculation) -> None:
         """Learns from the time of a collected step. The time of a step launched ahead begins at the end of the step
         before."""
-        now, held = self._now(), self._held
-        seconds = now - max(step.started, self._finished)
-        self._finished, self._seconds, self._held = now, seconds, 0
-        if step.rows:
-            drafts = sum(len(chunk.drafts) for chunk in step.chunks)
-            took = StepTime(
-                step.rows,
-                drafts,
-                held,
-                seconds,
-                step.is_ahead,
-                is_typical=step.is_typical,
-                has_waited=step.has_waited,
-            )
+        now, took = self._now(), step.time
+        took.seconds = self._seconds = now - max(step.started, self._finished)
+        took.drafts, took.held = sum(len(chunk.drafts) for chunk in step.chunks), self._held
+        self._finished, self._held = now, 0
+        if took.rows:
             self.lengths.measured(took)
 
     def _takes(self, chunk: Chunk) -> bool:
@@ -319,7 +302,7 @@ class Drafting:
         self, chunks: SequenceOf[Chunk], step: Speculation, rows: int
     ) -> SequenceOf[SequenceOf[int]]:
         drafts: list[SequenceOf[int]] = []
-        asking = []
+        asking: dict[int, tuple[Followed, int]] = {}
         for place, chunk in enumerate(chunks):
             sequence = chunk.sequence
             followed = self._followed[sequence.key]
@@ -327,22 +310,19 @@ class Drafting:
             rest = sequence.rule.limit - len(sequence.tokens) - 1
             is_late = sequence.key in self._sat_out or may_be_late(sequence)
             most = 0 if is_late else rest
-            drafts.append(
-                followed.given_rest(sequence)[:most] if followed.given and most > 0 else ()
-            )
+            drafts.append(followed.given_rest()[:most] if followed.given and most > 0 else ())
             if not drafts[-1] and chunk.count == 1:
-                followed.observe(sequence.tokens)
-                asking.append((place, followed, sequence, min(self._most_of(rows), most)))
+                followed.observe()
+                asking[place] = followed, min(self._most_of(rows), most)
         if self._paused_steps:
             self._paused_steps -= 1
         elif asking and self.drafter:
-            places, followings, sequences, mosts = zip(*asking, strict=True)
             before = self.drafter.seconds_apart
-            found, is_typical = self._found(self.drafter, followings, sequences, mosts, rows)
+            followings, mosts = zip(*asking.values(), strict=True)
+            found, step.time.is_typical = self._found(self.drafter, followings, mosts, rows)
             if not self._is_apart:
                 step.started -= self.drafter.seconds_apart - before
-            step.is_typical = is_typical
-            for place, guess in zip(places, found, strict=True):
+            for place, guess in zip(asking, found, strict=True):
                 drafts[place] = guess
         return drafts
 
@@ -350,7 +330,6 @@ class Drafting:
         self,
         drafter: Drafter,
         followed: SequenceOf[Followed],
-        sequences: SequenceOf[Sequence],
         most: SequenceOf[int],
         rows: int,
     ) -> tuple[list[SequenceOf[int]], bool]:
@@ -358,30 +337,31 @@ class Drafting:
         without a guess despite a worthwhile length makes the time untypical: reading a prompt, for example, costs
         more."""
         if drafter.is_free:
-            guesses = self._guesses(drafter, followed, list(zip(sequences, most, strict=True)))
+            guesses = self._guesses(drafter, followed, most)
             rates = [each.rate for each in followed]
             lengths = self.lengths.choose(rows, rates, list(map(len, guesses)))
         else:
             # A further draft costs a step of the drafter, for one sequence or for all.
             mean = sum(each.rate for each in followed) / len(followed)
             lengths = self.lengths.choose(rows, [mean] * len(followed), most)
-            guesses = self._guesses(drafter, followed, list(zip(sequences, lengths, strict=True)))
+            guesses = self._guesses(drafter, followed, lengths)
         cut = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
         return cut, all(guess or not length for guess, length in zip(cut, lengths, strict=True))
 
     def _guesses(
-        self, drafter: Drafter, followed: SequenceOf[Followed], wishes: list[Wish]
+        self, drafter: Drafter, followed: SequenceOf[Followed], most: SequenceOf[int]
     ) -> SequenceOf[SequenceOf[int]]:
-        """Guesses of known ids; none after an error."""
-        guesses: list[SequenceOf[int]] = [()] * len(wishes)
-        asked = [place for place, (_, most) in enumerate(wishes) if most > 0]
+        """Guesses of known ids, at most so many; none after an error."""
+        guesses: list[SequenceOf[int]] = [()] * len(followed)
+        asked = [place for place, cap in enumerate(most) if cap > 0]
         try:
-            found = drafter.propose([wishes[place] for place in asked]) if asked else ()
+            wishes = [(followed[place].sequence, most[place]) for place in asked]
+            found = drafter.propose(wishes) if asked else ()
             for place, guess in zip(asked, found, strict=True):
-                guesses[place] = self._known(guess[: wishes[place][1]])
+                guesses[place] = self._known(guess[: most[place]])
             return [
-                each.guessed(sequence, guess, most)
-                for each, guess, (sequence, most) in zip(followed, guesses, wishes, strict=True)
+                each.guessed(guess, cap)
+                for each, guess, cap in zip(followed, guesses, most, strict=True)
             ]
         except BaseException as error:
             if not is_failure(error):
@@ -391,7 +371,7 @@ class Drafting:
             self._paused_steps = PAUSE_STEPS
             for each in followed:
                 each.guess = ()
-            return [()] * len(wishes)
+            return [()] * len(followed)
 
     def _known(self, guess: SequenceOf[int]) -> SequenceOf[int]:
         """The ids up to the first id beyond the vocabulary, such as an id of a prompt table."""

@@ -49,17 +49,17 @@ OUTLIER = 3.0
 """A time is cut to so many times the expected time: the rest has another cause than the step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTime:
     """The time of a step, and the work done."""
 
     rows: int
-    """Number of sequences in the step."""
-    drafts: int
-    held: int
+    """Number of sequences in the step; 0 for a step with other work than decoding."""
+    drafts: int = 0
+    held: int = 0
     """Accepted drafts."""
-    seconds: float
-    is_ahead: bool
+    seconds: float = 0.0
+    is_ahead: bool = False
     """Whether the step was launched before the preceding tokens were known."""
     is_typical: bool = True
     """Whether only the drafts explain the time."""
