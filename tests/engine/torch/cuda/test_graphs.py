@@ -82,7 +82,7 @@ class SharedGraphs:
 def test_ranks_follow_by_the_rows_of_graphs() -> None:
     """The first alone chooses. Where its rows are others than those of the graph, nothing follows."""
     own: Any = SimpleNamespace(move=0, synchronize=0, check=0, release_memory=0)
-    rules: Any = SimpleNamespace(apart=lambda *_: ([], []))
+    rules: Any = SimpleNamespace(find=lambda *_: SimpleNamespace(by_host=[], guided=[]))
     untyped: Any = None
 
     def rank() -> tuple[GraphRunner, SharedGraphs]:
