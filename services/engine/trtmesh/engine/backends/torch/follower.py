@@ -54,7 +54,7 @@ def _follow(connection: Connection, task: dict[str, Any]) -> NoReturn:
         Path(task["model_dir"]), settings, task["device"], place, Path(task["store"])
     )
     while True:
-        follower.obey(connection.recv())
+        follower.obey(connection.recv_bytes())
 
 
 def _end_with_the_first(connection: Connection, task: dict[str, Any]) -> NoReturn:

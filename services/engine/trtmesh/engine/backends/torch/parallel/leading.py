@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from trtmesh.engine.backends.torch.compute.device import Compute, Forward
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables
-from trtmesh.engine.backends.torch.parallel.rank_commands import Command, ToldChunks, told
+from trtmesh.engine.backends.torch.parallel import rank_commands
 from trtmesh.engine.backends.torch.parallel.ranks import Ranks
 from trtmesh.engine.backends.torch.sequence import Chunk
 from trtmesh.engine.scheduling.blocks import Move
@@ -51,17 +51,16 @@ class LeadingCompute:
 
     def move(self, moves: SequenceOf[Move]) -> None:
         if moves:
-            self._together(("move", moves), lambda: self._own.move(moves))
+            self._together(rank_commands.move(moves), lambda: self._own.move(moves))
 
     def forward(
         self, chunks: SequenceOf[Chunk], written: Callable[[int], None] | None = None
     ) -> Forward:
-        tokens = [each.sequence.tokens[each.start : each.start + each.count + 1] for each in chunks]
-        command = ("forward", self._told(chunks), tokens)
+        command = rank_commands.forward(chunks, self._tables, self._tokens_per_block)
         return self._together(command, lambda: self._own.forward(chunks, written))
 
     def follow(self, chunks: SequenceOf[Chunk], rows: SequenceOf[int]) -> Forward:
-        command = ("follow", self._told(chunks), rows)
+        command = rank_commands.follow(chunks, rows, self._tables, self._tokens_per_block)
         return self._together(command, lambda: self._own.follow(chunks, rows))
 
     def can_follow(self, chunk: Chunk) -> bool:
@@ -69,12 +68,9 @@ class LeadingCompute:
         return False
 
     def check(self) -> None:
-        self._together(("check",), self._own.check)
+        self._together(rank_commands.check(), self._own.check)
 
-    def _told(self, chunks: SequenceOf[Chunk]) -> ToldChunks:
-        return told(chunks, self._tables, self._tokens_per_block)
-
-    def _together(self, command: Command, compute: Callable[[], R]) -> R:
+    def _together(self, command: bytes, compute: Callable[[], R]) -> R:
         """Computes on all ranks."""
         if self._broken:
             raise self._broken

@@ -1,14 +1,14 @@
-"""The first rank's commands for the others: the same calls of Compute. The others have no scheduler and no sequences.
-Their sequence is a row of the block table and the tokens of the step: a device reads nothing else.
+"""The first rank's commands for the others: the same calls of Compute, as numbers. The others have no scheduler and no
+sequences. Their sequence is a row of the block table and the tokens of the step: a device reads nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
 
+import numpy as np
 from torch import Tensor
 from trtmesh.chassis.stopping import EndRule
 from trtmesh.chassis.vocabulary import GenerationConfig, Stopping
@@ -18,39 +18,80 @@ from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, Rows
 from trtmesh.engine.backends.torch.sampling.token_rules import TokenRules
 from trtmesh.engine.backends.torch.sequence import Chunk, Sequence
 from trtmesh.engine.scheduling import sequence as scheduled
-from trtmesh.engine.scheduling.blocks import NULL_BLOCK
-
-Command = tuple[Any, ...]
-"""The name of a method of Compute, and its arguments. Chunks are told as ToldChunks, and those of `forward` with their
-tokens and the next token, if known: after it, the chunk is complete."""
+from trtmesh.engine.scheduling.blocks import NULL_BLOCK, Move
 
 
-@dataclass(frozen=True, slots=True)
-class ToldChunks:
-    """Chunks as numbers."""
+class Kind(IntEnum):
+    """The method of Compute repeated by a command."""
 
-    starts: list[int]
-    counts: list[int]
-    read: list[tuple[int, int] | None]
-    """The positions with logits to read, from and to."""
-    slots: list[int]
-    """Rows of the block table, with their versions and their first blocks."""
-    versions: Rows
-    blocks: Rows
+    MOVE = 1
+    FORWARD = 2
+    FOLLOW = 3
+    CHECK = 4
 
 
-def told(chunks: SequenceOf[Chunk], tables: BlockTables, tokens_per_block: int) -> ToldChunks:
+HEADER = 3
+"""The kind, the number of chunks or moves, and the blocks of a row."""
+FIELDS = 7
+"""Of a chunk: row of the block table, its version, start, count, whether the chunk completes, and the positions with
+logits to read, from and to."""
+NOT_READ = (-1, -1)
+
+
+def move(moves: SequenceOf[Move]) -> bytes:
+    pairs = [(each.source, each.target) for each in moves]
+    return _packed((Kind.MOVE, len(pairs), 0), np.array(pairs, dtype=np.int64))
+
+
+def forward(chunks: SequenceOf[Chunk], tables: BlockTables, tokens_per_block: int) -> bytes:
+    """Of chunks with known tokens."""
+    tokens: list[int] = []
+    for chunk in chunks:
+        tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+    return _of_chunks(Kind.FORWARD, chunks, tokens, tables, tokens_per_block)
+
+
+def follow(
+    chunks: SequenceOf[Chunk], rows: SequenceOf[int], tables: BlockTables, tokens_per_block: int
+) -> bytes:
+    return _of_chunks(Kind.FOLLOW, chunks, rows, tables, tokens_per_block)
+
+
+def check() -> bytes:
+    return _packed((Kind.CHECK, 0, 0))
+
+
+def _of_chunks(
+    kind: Kind,
+    chunks: SequenceOf[Chunk],
+    numbers: SequenceOf[int],
+    tables: BlockTables,
+    tokens_per_block: int,
+) -> bytes:
+    """`numbers` are the tokens, or the rows of the device's choice."""
     slots = [chunk.sequence.slot for chunk in chunks]
-    readers = [chunk.sequence.reader for chunk in chunks]
+    fields = [
+        (slot, version, chunk.start, chunk.count, chunk.completes, *_read(chunk.sequence))
+        for slot, version, chunk in zip(slots, tables.versions[slots], chunks, strict=True)
+    ]
     last = max(chunk.start + chunk.count for chunk in chunks) - 1
-    return ToldChunks(
-        [chunk.start for chunk in chunks],
-        [chunk.count for chunk in chunks],
-        [(reader.next, reader.end) if reader else None for reader in readers],
-        slots,
-        tables.versions[slots],
-        tables.rows[slots, : last // tokens_per_block + 1],
+    width = last // tokens_per_block + 1
+    return _packed(
+        (kind, len(chunks), width),
+        np.array(fields, dtype=np.int64),
+        tables.rows[slots, :width],
+        np.array(numbers, dtype=np.int64),
     )
+
+
+def _read(sequence: Sequence) -> tuple[int, int]:
+    reader = sequence.reader
+    return (reader.next, reader.end) if reader else NOT_READ
+
+
+def _packed(header: tuple[int, int, int], *arrays: Rows) -> bytes:
+    words = [np.array(header, dtype=np.int64), *(array.reshape(-1) for array in arrays)]
+    return np.concatenate(words).tobytes()
 
 
 class Follower:
@@ -61,45 +102,54 @@ class Follower:
         self._compute = compute
         self._tables = tables
         self._sequences = [_sequence(slot) for slot in range(len(tables.rows))]
-        self._methods: dict[str, Callable[..., object]] = {
-            "move": compute.move,
-            "forward": self._forward,
-            "follow": self._follow,
-            "check": compute.check,
+        self._carry_out: dict[Kind, Callable[[int, int, Rows], object]] = {
+            Kind.MOVE: self._move,
+            Kind.FORWARD: self._forward,
+            Kind.FOLLOW: self._follow,
+            Kind.CHECK: lambda *_: compute.check(),
         }
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: bytes) -> None:
         """Raises all errors of the device; the ranks are out of step then."""
-        name, *arguments = command
-        self._methods[name](*arguments)
+        words = np.frombuffer(command, dtype=np.int64)
+        kind, count, width = words[:HEADER].tolist()
+        self._carry_out[Kind(kind)](count, width, words[HEADER:])
 
-    def _forward(self, given: ToldChunks, tokens: list[list[int]]) -> None:
-        chunks = self._chunks(given)
-        for chunk, own in zip(chunks, tokens, strict=True):
-            # Nobody reads earlier tokens.
-            known = chunk.sequence.tokens
-            del known[chunk.start :]
-            known += [0] * (chunk.start - len(known)) + own
-        self._compute.forward(chunks)
+    def _move(self, count: int, _width: int, words: Rows) -> None:
+        pairs = words.reshape(count, 2).tolist()
+        self._compute.move([Move(source, target) for source, target in pairs])
 
-    def _follow(self, given: ToldChunks, rows: SequenceOf[int]) -> None:
-        self._compute.follow(self._chunks(given), rows)
+    def _forward(self, count: int, width: int, words: Rows) -> None:
+        chunks, tokens = self._chunks(count, width, words)
+        first = 0
+        for chunk, completes in chunks:
+            last = first + chunk.count
+            _give(chunk, tokens[first:last], completes=completes)
+            first = last
+        self._compute.forward([chunk for chunk, _ in chunks])
 
-    def _chunks(self, given: ToldChunks) -> list[Chunk]:
-        tables, slots = self._tables, given.slots
-        for slot, version in zip(slots, given.versions, strict=True):
-            if tables.versions[slot] != version:
-                tables.rows[slot] = NULL_BLOCK
-        tables.versions[slots] = given.versions
-        tables.rows[slots, : given.blocks.shape[1]] = given.blocks
+    def _follow(self, count: int, width: int, words: Rows) -> None:
+        chunks, rows = self._chunks(count, width, words)
+        self._compute.follow([chunk for chunk, _ in chunks], rows)
+
+    def _chunks(
+        self, count: int, width: int, words: Rows
+    ) -> tuple[list[tuple[Chunk, bool]], list[int]]:
+        """The chunks of a command, each with whether the chunk completes, and the numbers at the command's end."""
+        fields, rest = words[: count * FIELDS].reshape(count, FIELDS), words[count * FIELDS :]
+        self._take_blocks(fields[:, 0], fields[:, 1], rest[: count * width].reshape(count, width))
         chunks = []
-        for slot, start, count, read in zip(
-            slots, given.starts, given.counts, given.read, strict=True
-        ):
+        for slot, _, start, size, completes, first, last in fields.tolist():
             sequence = self._sequences[slot]
-            sequence.reader = Wanted(*read) if read else None
-            chunks.append(scheduled.Chunk(sequence, start, count))
-        return chunks
+            sequence.reader = Wanted(first, last) if (first, last) != NOT_READ else None
+            chunks.append((scheduled.Chunk(sequence, start, size), bool(completes)))
+        return chunks, rest[count * width :].tolist()
+
+    def _take_blocks(self, slots: Rows, versions: Rows, blocks: Rows) -> None:
+        tables = self._tables
+        tables.rows[slots[tables.versions[slots] != versions]] = NULL_BLOCK
+        tables.versions[slots] = versions
+        tables.rows[slots, : blocks.shape[1]] = blocks
 
 
 class Wanted:
@@ -111,6 +161,16 @@ class Wanted:
 
     def read(self, logits: Tensor) -> Iterator[PromptDetails]:
         yield from ()
+
+
+def _give(chunk: Chunk, tokens: list[int], *, completes: bool) -> None:
+    """Gives a sequence the tokens of a chunk, and a further token where others follow. Nobody reads earlier tokens."""
+    known = chunk.sequence.tokens
+    del known[chunk.start :]
+    known += [0] * (chunk.start - len(known))
+    known += tokens
+    if not completes:
+        known.append(0)
 
 
 def _sequence(slot: int) -> Sequence:

@@ -18,14 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from trtmesh.chassis.errors import BackendFailed, ModelUnusable, SettingsError, StartupError
 from trtmesh.engine.backends.torch.parallel.group import RankGroup, RankPlace, Store, open_store
-from trtmesh.engine.backends.torch.parallel.rank_commands import Command
 from trtmesh.engine.backends.torch.settings import TorchSettings
 
 log = logging.getLogger(__name__)
@@ -129,11 +127,10 @@ class Ranks:
         self._lost = lost
         self._is_watched.set()
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: bytes) -> None:
         """Raises OSError where a rank has ended."""
-        content = ForkingPickler.dumps(command)
         for other in self._others:
-            other.connection.send_bytes(content)
+            other.connection.send_bytes(command)
 
     @property
     def loss(self) -> Exception | None:
