@@ -405,6 +405,29 @@ def test_a_stopping_server_leaves_no_connection(
         runner.run(serve())
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_stopping_server_leaves_no_refused_connection(
+    paper: Paper,
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a client that never answers the server's farewell."""
+    monkeypatch.setattr("trtmesh.chassis.tls.listener.CLOSE_SECONDS", 300.0)
+    settings = paper.settings()
+
+    async def serve() -> None:
+        async with serving(settings) as server:
+            refused = await asyncio.to_thread(hello, server.address, bare_context(paper))
+            assert await asyncio.to_thread(refused.recv, 1) == b""
+        with socket.socket(fileno=refused.detach()) as below:
+            below.settimeout(PATIENCE_SECONDS)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.to_thread(below.recv, 1) == b""
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve())
+
+
 async def test_the_client_refuses_a_server_without_h2(paper: Paper) -> None:
     """Such as one of HTTP/1.1: it would wait for a request."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from trtmesh.chassis.fair.limits import origin_of
 from trtmesh.chassis.logs import Occasionally
@@ -77,6 +78,8 @@ class TlsListener:
         self._tls = tls
         self._pending: dict[str, dict[asyncio.Task[None], None]] = {}
         """Tasks of connections without a finished handshake by address, the oldest first."""
+        self._refused: set[asyncio.Transport] = set()
+        """Refused connections that have not ended."""
         self._occasionally = Occasionally(log)
 
     def open(self) -> None:
@@ -85,13 +88,15 @@ class TlsListener:
         self._watch()
 
     def close(self) -> None:
-        """Accepts no more connections and ends the handshakes under way."""
+        """Accepts no more connections and ends those that were not handed over."""
         if self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
         for tasks in self._pending.values():
             for task in tasks:
                 task.cancel()
+        for transport in [*self._refused]:
+            transport.abort()
 
     def _watch(self) -> None:
         if self._listener.fileno() >= 0:
@@ -170,7 +175,7 @@ class TlsListener:
     async def _shake_hands(self, visitor: _Visitor) -> str:
         """Hands the connection over and returns '', or closes the connection and returns why."""
         visitor.handed_over = True
-        arrival = _Arrival(self._factory, self._tls)
+        arrival = _Arrival(self._factory, self._tls, self._refused)
         await asyncio.get_running_loop().connect_accepted_socket(
             lambda: arrival,
             visitor.connection,
@@ -184,20 +189,33 @@ class TlsListener:
 class _Arrival(asyncio.Protocol):
     """A connection at the end of the handshake."""
 
-    def __init__(self, factory: Callable[[], asyncio.Protocol], tls: ServerTls) -> None:
+    def __init__(
+        self,
+        factory: Callable[[], asyncio.Protocol],
+        tls: ServerTls,
+        refused: set[asyncio.Transport],
+    ) -> None:
         self._factory = factory
         self._tls = tls
+        self._refused = refused
         self.problem = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Hands the connection over, unless the client is refused."""
         self.problem = self._find_problem(transport)
         if self.problem:
+            # uvloop's transports do not derive from asyncio.Transport.
+            self._transport = cast(asyncio.Transport, transport)
+            self._refused.add(self._transport)
             transport.close()
             return
         protocol = self._factory()
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.problem:
+            self._refused.discard(self._transport)
 
     def _find_problem(self, transport: asyncio.BaseTransport) -> str:
         chosen = transport.get_extra_info("ssl_object").selected_alpn_protocol()
