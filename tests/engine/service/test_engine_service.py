@@ -220,8 +220,8 @@ async def test_metrics_return_to_zero() -> None:
             values = await asyncio.to_thread(metrics_of, process)
             assert values["trtmesh_engine_open_streams"] == 1
             assert values["trtmesh_engine_generated_tokens_total"] == 50
-            await stream.send(submit(1, 30_000))
-            await stream.until(lambda: 1 in stream.received)
+            await stream.send(submit(10, 30_000))
+            await stream.until(lambda: 10 in stream.received)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 values = await asyncio.to_thread(metrics_of, process)
