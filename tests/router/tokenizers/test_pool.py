@@ -268,7 +268,7 @@ async def pool_of(
 async def joined(pool: TokenizerPool, tokenizer: ScriptedTokenizer) -> AsyncIterator[None]:
     """A pool with another tokenizer, which is ready."""
     async with serving_tokenizer(tokenizer) as address:
-        link = pool.tokenizers[address] = link_to(address, pool, LONG)
+        link = pool.tokenizers[address] = link_to(address, pool)
         running = asyncio.create_task(link.run())
         try:
             await eventually(lambda: link.ready)
