@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from log_lines import LogLine, log_lines
-from tested_loop import guard_transports
 from tiers import LEFT_OUT, ProcessGuard, is_fast, is_left_out, turns_of
 from trtmesh.chassis.logs import set_up_logs
 
@@ -75,8 +74,7 @@ settings.register_profile(
 )
 settings.load_profile("same examples every time")
 
-pytest_plugins = ["workers"]
-guard_transports()
+pytest_plugins = ["workers", "tested_loop"]
 
 guard = ProcessGuard()
 

@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
+from selectors import SelectorKey
 from typing import Any
 
+import pytest
+
 Loop: Any = BaseSelectorEventLoop
-_accept, _close = Loop._accept_connection2, Loop.close
+_accept, _close, _process = Loop._accept_connection2, Loop.close, Loop._process_events
+
+PASSES = (0, 0, 0, 1, 2, 3, 4, 6, 9)
+"""By how many passes of its event loop a socket may be late."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--late", type=int, help="seed of random delays of sockets in this process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    guard_transports()
+    if (seed := config.getoption("--late")) is not None:
+        delay_sockets(random.Random(seed))
+
+
+def delay_sockets(chance: random.Random) -> None:
+    """Has sockets become ready some passes late, as on a busy machine: what is done in the order in which others
+    answer then shows in other orders too."""
+    late = dict[tuple[int, int], int]()
+
+    def process(loop: Any, events: list[tuple[SelectorKey, int]]) -> None:
+        """Takes some of the events; a selector tells of the others again."""
+        due = list[tuple[SelectorKey, int]]()
+        for key, mask in events:
+            left = late.pop((id(loop), key.fd), None)
+            if left is None:
+                left = chance.choice(PASSES)
+            if left:
+                late[id(loop), key.fd] = left - 1
+            else:
+                due.append((key, mask))
+        _process(loop, due)
+
+    Loop._process_events = process
 
 
 def guard_transports() -> None:
