@@ -27,7 +27,7 @@ from trtmesh.chassis.vocabulary import Draft
 from trtmesh.engine.backends.torch.drafts import drafting
 
 ITEMS = 9
-FIXED = {"absurd": 3, "perfect": 8}
+FIXED = {"absurd": 3, "perfect": 8, "ngram": 5}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
