@@ -36,7 +36,7 @@ from trtmesh.engine.handoff.copying import copying_of
 from trtmesh.engine.handoff.fetch_server import FetchServer
 from trtmesh.engine.handoff.handoffs import HandoffsByBlocks
 from trtmesh.engine.handoff.metrics import HandoffMetrics
-from trtmesh.engine.handoff.own_kv import OwnKv, kind_of
+from trtmesh.engine.handoff.own_kv import OwnKv
 from trtmesh.engine.handoff.send_run import SenderRequest
 from trtmesh.engine.handoff.settings import HandoffSettings
 from trtmesh.engine.handoff.transports.choice import KNOWN, open_transports
@@ -133,7 +133,7 @@ async def handoffs_of(
         settings=settings,
         backend=cast("HandsOverBlocks", backend),
         memory=memory,
-        kind=kind_of(memory, "model", "tokenizer"),
+        kind=("model", "tokenizer"),
         total_blocks=blocks,
         layers_per_part=4,
         transports=open_transports(settings, memory, KNOWN),

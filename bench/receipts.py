@@ -17,7 +17,6 @@ from _options import run_bench
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.chassis.vocabulary import Prompt
 from trtmesh.router.fleet.worker_capabilities import Fingerprints, WorkerCapabilities
-from trtmesh.router.placement import Capability
 from trtmesh.router.receipts import Receipts, ReceiptSettings
 from trtmesh.router.values.request import ItemRequest
 from trtmesh.v1 import generation_pb2 as pb
@@ -31,7 +30,7 @@ WORKER: Any = SimpleNamespace(
     capabilities=WorkerCapabilities(
         Fingerprints("m" * 32, "t" * 64),
         {"backend": "torch", "device": "1 of a CPU, AVX512", "batch_invariant": "True"},
-        optional=frozenset({Capability.EXACT_RESUMPTION}),
+        is_exact=True,
     ),
 )
 

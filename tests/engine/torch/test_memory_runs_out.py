@@ -32,7 +32,7 @@ from trtmesh.engine.backends.torch.compute.runner import Runner
 from trtmesh.engine.backends.torch.cpu.device import ORDERING, Cpu, fused_is_faster
 from trtmesh.engine.backends.torch.memory.kvcache import BlockTables, KvCache
 from trtmesh.engine.backends.torch.model.model import Model, load_model
-from trtmesh.engine.backends.torch.sampling.choice import Chooser, TokenChoice
+from trtmesh.engine.backends.torch.sampling.choice import Chooser, LogitsChoice
 from trtmesh.engine.backends.torch.sampling.continuation import Continuation
 from trtmesh.engine.backends.torch.sequence import Chunk
 from trtmesh.engine.backends.torch.settings import TorchSettings
@@ -68,7 +68,7 @@ class NarrowRunner(Runner):
         self._logits = torch.zeros(rows, model.vocabulary_size)
         own: Chooser = arguments[4]
 
-        def choose(sequences: SequenceOf[Continuation], logits: Tensor) -> TokenChoice:
+        def choose(sequences: SequenceOf[Continuation], logits: Tensor) -> LogitsChoice:
             return own.choose(sequences, logits.clone())
 
         self.choose = choose
