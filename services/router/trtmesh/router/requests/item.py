@@ -134,8 +134,9 @@ class ItemRun:
 
     async def _encode(self) -> None:
         self.stage = "encode"
-        loop, context = self._loop, self._context
-        began = loop.time()
+        context = self._context
+        # The loop's clock counts milliseconds and stands still within a pass.
+        began = time.monotonic()
         try:
             traceparent = "" if self._trace is None else self._trace.traceparent
             self._encoded = await encode_item(context, self._item, traceparent)
@@ -143,7 +144,7 @@ class ItemRun:
             if context.siblings is not None:
                 await self._turn()
             raise
-        self.encode_seconds = loop.time() - began
+        self.encode_seconds = time.monotonic() - began
         if self._encoded.adapter is not None:
             # Before any await: its end is told however the item ends.
             self._mesh.adapters.began(self._encoded.adapter)
@@ -151,7 +152,7 @@ class ItemRun:
             # A tokenizer answers hundreds in one message.
             await self._turn()
         if context.bucket is not None and not self._resumed:
-            context.bucket.spend(self.prompt_tokens, loop.time())
+            context.bucket.spend(self.prompt_tokens, self._loop.time())
 
     async def _open(self) -> None:
         """Waits for a sibling with the same prefix, then opens sequences resumed from another router, or from the state
