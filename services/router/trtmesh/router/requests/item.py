@@ -158,7 +158,7 @@ class ItemRun:
         """Waits for a sibling with the same prefix, then opens sequences resumed from another router, or from the state
         of a first half."""
         self.stage = "place"
-        received = self._context.received.longest(self._item.batch_index)
+        received = self._context.received.longest(self._item.batch_index) if self._resumed else 0
         # Before received tokens are given to a tokenizer.
         await self._placer.prepare(self._encoded, received)
         if self._resumed:
