@@ -108,8 +108,15 @@ class Handler:
 
     async def _run(self) -> None:
         await self._queue.turn_if_late()
-        self._log.append("ran")
+        self._log.append(str(self._queue.origin))
         _work(self._seconds)
+
+
+def _add_handlers(scheduler: StartScheduler, count: int, seconds: float, log: list[str]) -> None:
+    """Adds calls of one address, each of a connection of its own."""
+    for _ in range(count):
+        handler = Handler(StartQueue(scheduler, "busy"), seconds, log)
+        handler._queue.add(handler)
 
 
 async def test_dear_tasks_wait_though_cheap_ones_came_before() -> None:
@@ -117,10 +124,21 @@ async def test_dear_tasks_wait_though_cheap_ones_came_before() -> None:
     scheduler, log = StartScheduler(), list[str]()
     for seconds, most in ((0.0, MAX_IN_SLICE), (START_SLICE_SECONDS, 4)):
         log.clear()
-        handlers = [Handler(StartQueue(scheduler), seconds, log) for _ in range(200)]
-        for handler in handlers:
-            handler._queue.add(handler)
+        _add_handlers(scheduler, 200, seconds, log)
         assert max(await _until(log, 200)) <= most
+
+
+async def test_a_cheap_task_goes_before_dear_ones_of_another_address() -> None:
+    """Right after cheap tasks, too: their mean lets many proceed at once, and the cheap one comes too late for its turn
+    after a dear one."""
+    scheduler, log = StartScheduler(), list[str]()
+    _add_handlers(scheduler, 200, 0.0, log)
+    await _until(log, 200)
+    _add_handlers(scheduler, 100, 2 * START_SLICE_SECONDS, log)
+    modest = Handler(StartQueue(scheduler, "modest"), 0.0, log)
+    modest._queue.add(modest)
+    await _until(log, 301)
+    assert log.index("modest") <= 202
 
 
 async def test_removed_calls_never_proceed() -> None:

@@ -299,7 +299,7 @@ class StartQueue:
     async def turn(self) -> None:
         """Waits for a turn of the running task. Returns at once if this slice has room and nobody else waits."""
         if not self._scheduler.enter():
-            await self._wait()
+            await self._wait(self._scheduler.wait)
 
     async def turn_before_rest(self) -> None:
         """Waits for a turn of the running task. Returns at once if no other task had a turn since the last rest.
@@ -307,17 +307,17 @@ class StartQueue:
         For tasks of several milliseconds: otherwise many would run in this pass.
         """
         if not self._scheduler.enter_before_rest():
-            await self._wait()
+            await self._wait(self._scheduler.wait)
 
     async def turn_if_late(self) -> None:
         """For a task during a turn. Waits for another turn if earlier tasks of this pass took a whole slice: a mean of
         cheap tasks admits too many expensive tasks."""
         while self._scheduler.is_late:
-            await self._wait()
+            await self._wait(self._scheduler.postpone)
 
-    async def _wait(self) -> None:
+    async def _wait(self, wait: Callable[[StartQueue, PacedCall], None]) -> None:
         waiter = _Waiter()
-        self._scheduler.wait(self, waiter)
+        wait(self, waiter)
         try:
             await waiter.turn
         finally:
@@ -338,6 +338,8 @@ class StartScheduler:
         self._is_another_pass = True
         """Whether a pass has ended since the last call entered."""
         self._began = 0.0
+        self._postponed = 0
+        """Number of calls in this slice whose turns came too late."""
         self._planned = False
 
     def enter(self) -> bool:
@@ -382,6 +384,15 @@ class StartScheduler:
         if not self._planned:
             self._plan()
 
+    def postpone(self, queue: StartQueue, call: PacedCall) -> None:
+        """Has a call whose turn came too late in a slice proceed in the next. Without other calls of its address,
+        it goes before addresses whose calls proceeded."""
+        self._postponed += 1
+        is_alone = queue.origin not in self._queues.entries
+        self.wait(queue, call)
+        if is_alone:
+            self._queues.entries.move_to_end(queue.origin, last=False)
+
     def _plan(self) -> None:
         self._planned = True
         after_rest(self._slice)
@@ -417,10 +428,12 @@ class StartScheduler:
 
     def _begin(self) -> None:
         self._began = perf_counter()
+        self._postponed = 0
 
     def _end(self, proceeded: int) -> None:
         if proceeded:
-            mean = (perf_counter() - self._began) / proceeded
+            # With the others in the mean, expensive calls would seem cheap for several slices.
+            mean = (perf_counter() - self._began) / max(1, proceeded - self._postponed)
             self._mean += WEIGHT * (mean - self._mean)
             self._room = _room(self._mean)
         after_rest(self._slice)
