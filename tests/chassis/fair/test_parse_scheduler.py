@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator
 from time import perf_counter
 
+from leaks import gone, without_collector
 from trtmesh.chassis.fair.turns import (
     PARSE_SLICE_SECONDS,
     TURN_SECONDS,
     ConnectionQueue,
     ParseScheduler,
 )
+
+
+def _work(seconds: float) -> None:
+    ends = perf_counter() + seconds
+    while perf_counter() < ends:
+        pass
 
 
 class Heavy:
@@ -25,9 +33,7 @@ class Heavy:
         self.log.append(self)
         while self.parts and perf_counter() < until:
             self.parts -= 1
-            part_ends = perf_counter() + TURN_SECONDS / 10
-            while perf_counter() < part_ends:
-                pass
+            _work(TURN_SECONDS / 10)
         return self.parts > 0
 
     def completed(self) -> None:
@@ -174,3 +180,21 @@ async def test_addresses_take_turns_before_their_connections() -> None:
     await alone.done.wait()
     # One turn of the crowd's new work, and one of its old.
     assert log.index(alone) - before <= 2
+
+
+async def test_the_error_of_cancelled_work_is_freed() -> None:
+    """A step may end the call whose message it parses. Services rarely collect garbage."""
+
+    class CallEndedError(Exception): ...
+
+    def steps() -> Generator[None, None, None]:
+        _work(TURN_SECONDS)
+        yield
+        reading.cancel()
+        raise CallEndedError
+
+    with without_collector():
+        reading = asyncio.create_task(ConnectionQueue(ParseScheduler()).run(steps()))
+        await asyncio.wait([reading])
+        assert reading.cancelled()
+        await gone(CallEndedError)

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 import pytest
-from leaks import gone, without_collector
+from leaks import alive, gone, without_collector
+from router.requests.test_requests import door
 from router.scripted import (
     LENGTH,
     READY,
@@ -31,6 +32,23 @@ OF_A_REQUEST = (Booking, ClientStream, ItemRun, LiveRequest, SequenceRun)
 def _no_collector() -> Iterator[None]:
     with without_collector():
         yield
+
+
+async def test_a_request_that_its_client_resumes_is_freed() -> None:
+    async with door() as router:
+        request = router.request("r", items=2)
+        lost = router.generate(request)
+        await router.engine.submitted(2)
+        again = router.resume(request)
+        assert "continues in another call" in await lost.end()
+        await router.engine.submitted(4)
+        for number in range(2):
+            await router.stopped(number)
+        await eventually(lambda: alive(LiveRequest) == {"LiveRequest": 1})
+        await router.finish(2)
+        await router.finish(3)
+        assert await again.end() == "OK"
+        await gone(*OF_A_REQUEST)
 
 
 async def test_every_end_of_a_request_frees_its_memory() -> None:

@@ -200,15 +200,13 @@ class ConnectionQueue:
         self.take(work)
         try:
             await work.done
+            if work.error is not None:
+                raise work.error
+            return work.result
         finally:
             steps.close()
-        if work.error is not None:
-            try:
-                raise work.error
-            finally:
-                # A cycle would keep the variables of the error's frames.
-                work.error = None
-        return work.result
+            # A cycle would keep the variables of the error's frames, also those of a cancelled call.
+            work.error = None
 
     def take(self, work: Work) -> None:
         """Queues work, and gives a first turn now if there is time."""

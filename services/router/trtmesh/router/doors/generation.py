@@ -153,4 +153,8 @@ class RunningCall(AbstractAsyncContextManager[LiveRequest]):
             self._call.failure = _error_type(ended or error)
         await self._opening.__aexit__()
         if ended is not None:
-            raise ended from None
+            try:
+                raise ended from None
+            finally:
+                # In a cycle the error's frames would keep the request.
+                del ended
