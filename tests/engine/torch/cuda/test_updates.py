@@ -11,7 +11,7 @@ from engine.torch.cuda.references import updates_reference
 from torch import Tensor, nn
 from trtmesh.engine.adapters.lora import Module, Place, Target, Update
 from trtmesh.engine.backends.torch.cuda.kernels.layers import Scale, norm_reference
-from trtmesh.engine.backends.torch.cuda.kernels.products import FewRows
+from trtmesh.engine.backends.torch.cuda.kernels.products import LINES, PROGRAMS, FewRows
 from trtmesh.engine.backends.torch.cuda.kernels.updates import (
     FEW_ROWS,
     MANY_ROWS,
@@ -44,6 +44,8 @@ pytestmark = [
 SLOTS, MOST_RANK = 5, 48
 RANKS: Sequence[Sequence[int]] = [[4, 4, 4], [20, 8, 0], [0, 0, 0], [1, 0, 33], [48, 16, 17]]
 """By slot and part; 0 where the adapter leaves the part alone."""
+WIDE = (LINES * PROGRAMS, 2 * LINES)
+"""Outputs whose programs do not run at once."""
 MODULES = (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V)
 
 
@@ -188,7 +190,9 @@ def test_activation_after(rows: int, dtype: torch.dtype, device: torch.device) -
     assert near(output, expected)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(256, (96, 160)), (2048, (64, 32, 32))])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(256, (96, 160)), (2048, (64, 32, 32)), (128, WIDE)]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.inference_mode()
 def test_shrink_within_a_product(
@@ -204,12 +208,15 @@ def test_shrink_within_a_product(
     dice = Random(inputs)
     steps = [[slot] for slot in range(-1, SLOTS)]
     steps += [[dice.randrange(-1, SLOTS) for _ in range(rows)] for rows in (2, 19, 64)]
+    if outputs is WIDE:
+        steps = [[dice.randrange(-1, SLOTS) for _ in range(rows)] for rows in (65, 128)]
     for slots in [*steps, [4] * 33]:
-        tiles = StepTiles(filled.tables.values(), 80, FEW_ROWS, SLOTS)
+        tiles = StepTiles(filled.tables.values(), 128, FEW_ROWS, SLOTS)
         tiles.fill(step_of(slots))
         filled.products.use(tiles)
         updates = filled.products.of(filled.parts, len(slots))
         given = filled.randn(len(slots), inputs).to(device)
+        assert few.takes(given, weight, shrinks=True)
         added = filled.randn(len(slots), filled.outputs).to(device)
         base = added.double() + given.double() @ weight.t().double()
         output, inner = few.product_and_shrink(given, weight, updates, added=added)

@@ -119,7 +119,7 @@ class LayerProducts:
         self, hidden: Tensor, before: nn.Module, linear: nn.Module, *, gated: bool = False
     ) -> Tensor:
         own, updates = _own(linear), _updates(linear, len(hidden))
-        weight = self._weight_for_few(hidden, own)
+        weight = self._weight_for_few(hidden, own, shrinks=updates is not None)
         if updates:
             return self._updated(hidden, before, own, weight, updates, gated=gated)
         if weight is None:
@@ -157,7 +157,7 @@ class LayerProducts:
         if isinstance(linear, SummedLinear):
             return self._sum_of_ranks(hidden, given, linear)
         if updates := _updates(linear, len(given)):
-            weight = self._weight_for_few(given, _own(linear))
+            weight = self._weight_for_few(given, _own(linear), shrinks=True)
             if weight is not None:
                 summed, inner = self._few.product_and_shrink(given, weight, updates, added=hidden)
             else:
@@ -202,9 +202,12 @@ class LayerProducts:
             return self._few.product(rows, weight).view(*hidden.shape[:-1], -1)
         return torch.nn.functional.linear(hidden, weight, bias)
 
-    def _weight_for_few(self, given: Tensor, linear: nn.Module) -> Tensor | None:
+    def _weight_for_few(
+        self, given: Tensor, linear: nn.Module, *, shrinks: bool = False
+    ) -> Tensor | None:
         weight = _plain_weight(linear)
-        return weight if weight is not None and self._few.takes(given, weight) else None
+        takes = weight is not None and self._few.takes(given, weight, shrinks=shrinks)
+        return weight if takes else None
 
 
 def _own(linear: nn.Module) -> nn.Module:

@@ -26,6 +26,8 @@ from trtmesh.engine.backends.torch.cuda.kernels.updates import (
 )
 
 MOST_ROWS = 64
+MOST_WIDE_ROWS = 128
+"""The same of a wide product that shrinks: beside its more than PROGRAMS programs, shrink would begin late."""
 VALUES = 64
 """Weights of a thread, for a product of one row."""
 WIDEST = 16384
@@ -251,7 +253,7 @@ def _few_rows(
 
 
 class FewRows:
-    """Products of up to MOST_ROWS rows with half-precision weights."""
+    """Products of up to MOST_ROWS rows, or MOST_WIDE_ROWS, with half-precision weights."""
 
     def __init__(self, device: torch.device) -> None:
         most = PROGRAMS * 2 * LINES * MOST_ROWS
@@ -261,10 +263,12 @@ class FewRows:
         self._options = overlap(device)
         self._has_room = shared_memory(device) >= SHARED_MEMORY
 
-    def takes(self, given: Tensor, weight: Tensor) -> bool:
-        """Whether there is a kernel for a product of `given` [rows, inputs] and `weight` [outputs, inputs]."""
+    def takes(self, given: Tensor, weight: Tensor, *, shrinks: bool = False) -> bool:
+        """Whether a kernel computes the product of `given` [rows, inputs] and `weight` [outputs, inputs], with `shrink`
+        if it `shrinks`, faster than others."""
         rows, (outputs, size) = len(given), weight.shape
-        if weight.dtype.itemsize != 2 or not weight.is_contiguous() or not 0 < rows <= MOST_ROWS:
+        most = MOST_WIDE_ROWS if shrinks and outputs // LINES > PROGRAMS else MOST_ROWS
+        if weight.dtype.itemsize != 2 or not weight.is_contiguous() or not 0 < rows <= most:
             return False
         return rows == 1 or (self._has_room and not (outputs % (2 * LINES) or size % DEPTH))
 
