@@ -117,6 +117,7 @@ soak: $(INSTALLED_DEV)  ## Run searches and rounds of faults with fresh examples
 	    $$(git grep -l 'hypothesis' -- 'tests/**/test_*.py')
 	$(BIN)/pytest -n 2 --timeout=0 -m "soak and not gpu"
 	$(BIN)/pytest -n 2 --dist loadfile --late=$(SEED) tests/chassis tests/client tests/router tests/engine/service
+	$(BIN)/pytest -n 2 --garbage tests/e2e tests/compat tests/chaos
 	$(BIN)/pytest -s tests/oracle/test_handoffs.py --forms=$(SEED)
 	$(BIN)/pytest --timeout=0 --combinations=100 -k any_combination \
 	    tests/engine/torch/test_any_combination.py tests/engine/torch/test_handoffs.py

@@ -74,7 +74,7 @@ settings.register_profile(
 )
 settings.load_profile("same examples every time")
 
-pytest_plugins = ["workers", "tested_loop"]
+pytest_plugins = ["workers", "tested_loop", "garbage"]
 
 guard = ProcessGuard()
 

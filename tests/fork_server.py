@@ -27,6 +27,7 @@ from importlib import metadata
 from pathlib import Path
 
 from process_constants import Constants, set_constants
+from reference_cycles import PLACE, watch
 
 LONGEST_MESSAGE = 2**20
 UNFIT = b"unfit"
@@ -100,6 +101,8 @@ def main() -> None:
         set_constants(job.constants)
         if job.forks:
             fork_children(imports)
+        if place := os.environ.get(PLACE):
+            watch(place)
         # As for `python -m`, nothing has imported the main module.
         sys.modules.pop(job.module, None)
         with nullcontext() if job.module in SERVICES else ending.noted():

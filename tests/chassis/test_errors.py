@@ -27,6 +27,27 @@ def test_table_has_one_row_per_class() -> None:
     )
 
 
+def test_a_told_error_forgets_all_its_frames() -> None:
+    """Those of its causes, too, also where they are suppressed or the chain is a ring."""
+    known = list[Exception]()
+
+    def fail(depth: int) -> None:
+        try:
+            fail(depth - 1) if depth else int("x")
+        except (ValueError, errors.InvalidField) as error:
+            known.append(error)
+            raise errors.InvalidField from (error if depth % 2 else None)
+
+    with pytest.raises(errors.InvalidField) as told:
+        fail(4)
+    known.append(told.value)
+    known[0].__cause__ = told.value
+    assert all(each.__traceback__ for each in known)
+    errors.forget_frames(told.value)
+    assert not any(each.__traceback__ for each in known)
+    assert len(known) == 6
+
+
 def test_reasons_are_unique() -> None:
     reasons = [row.reason for row in ERROR_TABLE]
     assert len(set(reasons)) == len(reasons)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import pytest
+from leaks import gone, without_collector
 from process_constants import patch
 from router.scripted import LENGTH, ScriptedEngine, eventually
 from router.scripted_fleet import FIELDS, Fleet, fleet, refusal
@@ -23,13 +25,20 @@ from trtmesh.chassis.vocabulary import Adapter, Tensor
 from trtmesh.client import FinishReason
 from trtmesh.router.adapters.adapters import ItemAdapter
 from trtmesh.router.adapters.usage import Usages
-from trtmesh.router.fleet.deliveries import PART_BYTES, Deliveries, parts
+from trtmesh.router.fleet.deliveries import PART_BYTES, Deliveries, _Delivery, parts
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.metrics import RouterMetrics
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
 
 LORA_FIELDS = [*FIELDS, "lora.id", "lora.name", "lora.version"]
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_is_left() -> AsyncIterator[None]:
+    with without_collector():
+        yield
+        await gone(_Delivery)
 
 
 def engine(name: str = "one") -> ScriptedEngine:

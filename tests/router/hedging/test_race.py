@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from leaks import gone, without_collector
 from router.scripted import (
     LENGTH,
     PATIENCE_SECONDS,
@@ -25,7 +26,7 @@ from trtmesh.client import ItemResult
 from trtmesh.router.handoffs.item_handoffs import ItemHandoffs
 from trtmesh.router.hedging.hedger import MOST_STARTS
 from trtmesh.router.hedging.lateness import Budget, Obstacle, Wastes
-from trtmesh.router.hedging.race import FirstCopy
+from trtmesh.router.hedging.race import FirstCopy, SecondCopy
 from trtmesh.router.requests.item import ItemRun
 from trtmesh.v1 import engine_pb2 as epb
 from trtmesh.v1 import generation_pb2 as pb
@@ -108,13 +109,16 @@ async def late(on: Fleet, **options: Any) -> tuple[ScriptedEngine, int, asyncio.
 
 @asynccontextmanager
 async def racing(**options: Any) -> AsyncIterator[Scene]:
+    """A race, of which nothing is left after the block."""
     # Where both workers die, one is there again as soon as this machine allows.
     patient = {"worker_wait_seconds": PATIENCE_SECONDS}
-    async with fleet(hedge_share=0.02, retries=patient) as on:
-        first, handle, asked = await late(on, **options)
-        second = on.other(first)
-        (copy,) = await second.submitted()
-        yield Scene(on, first, second, asked, handle, copy)
+    with without_collector():
+        async with fleet(hedge_share=0.02, retries=patient) as on:
+            first, handle, asked = await late(on, **options)
+            second = on.other(first)
+            (copy,) = await second.submitted()
+            yield Scene(on, first, second, asked, handle, copy)
+        await gone(SecondCopy)
 
 
 async def test_second_copy_is_ahead_and_goes_on() -> None:

@@ -21,6 +21,21 @@ MAX_FIELDS = 16
 """Most fields in an error."""
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drops the tracebacks of an error that is kept or was told, and of its causes.
+
+    Their frames may lead to whoever keeps the error. All that the frames hold, such as a request, would then be freed
+    by the rare collections of garbage alone.
+    """
+    seen, errors = set[int](), list[BaseException | None]((error,))
+    while errors:
+        each = errors.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            errors += each.__cause__, each.__context__
+
+
 class TrtmeshError(Exception):
     """Root of all errors that reach a client. Holds data, cut to a length; the door composes the sentence.
 

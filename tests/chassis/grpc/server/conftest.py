@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest_asyncio
+from trtmesh.chassis.errors import InvalidRequest
 from trtmesh.chassis.grpc.server import GrpcServer
 from trtmesh.chassis.rpc import Refusal
 
@@ -65,6 +66,9 @@ class Example:
             context.set_details("not yet")
         if request in (b"defect", b"status"):
             raise ZeroDivisionError("by zero")
+        if request == b"kept":
+            error = InvalidRequest("of which this frame knows, as the error knows the frame")
+            raise error
         trailing = (("reason", "OWN"), ("data-bin", b"\x00\xff"))
         context.set_trailing_metadata(trailing)
         await context.abort(grpc.StatusCode.DATA_LOSS, request.decode())

@@ -63,6 +63,11 @@ async def _failed(wire: Wire, example: Example) -> None:
     await wire.answer(1)
 
 
+async def _refused_by_an_error_in_its_frames(wire: Wire, example: Example) -> None:
+    wire.send(wire.call(1, "Fail"), wire.data(1, b"kept"))
+    await wire.answer(1)
+
+
 async def _unknown(wire: Wire, example: Example) -> None:
     wire.send(wire.call(1, "None", END_STREAM))
     await wire.answer(1)
@@ -129,6 +134,7 @@ ENDS: list[Callable[[Wire, Example], Awaitable[None]]] = [
     _left_early,
     _aborted,
     _failed,
+    _refused_by_an_error_in_its_frames,
     _unknown,
     _refused_by_the_guard,
     _refused_and_reset,

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from trtmesh.chassis.errors import TrtmeshError
+from trtmesh.chassis.errors import TrtmeshError, forget_frames
 from trtmesh.chassis.logs import Occasionally
 from trtmesh.router.adapters.adapters import Adapters, ItemAdapter
 from trtmesh.router.canary.repetition import Repetition
@@ -191,6 +191,7 @@ class Canary:
                         return repetition
                 except TrtmeshError as error:
                     log.info("the canary left worker %s: %s", worker.name, error.message)
+                    forget_frames(error)
                     tried.add(worker.address)
             await asyncio.sleep(LOOK_SECONDS)
         return None

@@ -19,72 +19,23 @@ LOOK_SECONDS = 0.1
 """Between two looks whether others wait for the worker."""
 
 
-class Repetition:
-    """Computes a sample again. Implements Owner: a sequence that loses its worker, or has to leave, is given up."""
+class Outcome:
+    """The end of all sequences of a repetition, or the failure of the worker. Implements Owner: a sequence that loses
+    its worker, or has to leave, is given up."""
 
-    def __init__(self, sample: SampledItem, worker: Worker) -> None:
-        self._sample, self.worker = sample, worker
-        self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
-        """All sequences came to their end, or the worker failed."""
-        self._error: TrtmeshError | None = None
-        self.runs = [self._open(index) for index in range(sample.item.sequences)]
-
-    def _open(self, sequence_index: int) -> SequenceRun:
-        sample, now = self._sample, self._loop.time()
-        return SequenceRun(
-            sample.item,
-            sequence_index,
-            prompt=(),
-            request_id=sample.receipt.request_id,
-            model=sample.receipt.model,
-            times=UncountedTimes(now, Latencies()),
-            client=Nobody(),
-            owner=self,
-        )
-
-    @property
-    def outputs(self) -> list[Generated]:
-        """What it generated, once computed."""
-        return [Generated.of(run) for run in self.runs]
-
-    async def compute(self, *, gives_way: bool) -> bool:
-        """Computes all; False if it `gives_way` and others wait for the worker. Raises the error of the worker."""
-        sample, guard = self._sample, self.worker.guard
-        if sample.adapter is not None:
-            await self.worker.hold(sample.adapter)
-        command = engine_pb.SubmitCommand()
-        command.CopyFrom(sample.command)
-        tokens = len(command.token_ids)
-        booking = guard.book(tokens, len(self.runs), self._loop.time(), sample.need)
-        try:
-            self.worker.submit(self.runs, command, booking)
-            while not self._over.done():
-                await asyncio.wait((self._over,), timeout=LOOK_SECONDS)
-                if gives_way and self._others_wait:
-                    return False
-            if self._error is not None:
-                raise self._error
-            return True
-        finally:
-            for run in self.runs:
-                run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)
-            if not any(run.address for run in self.runs):
-                # Nothing was submitted.
-                booking.release(self._loop.time())
-
-    @property
-    def _others_wait(self) -> bool:
-        own = sum(run.queued for run in self.runs)
-        return self.worker.load.waiting_sequences > own
+    def __init__(self, sequences: int) -> None:
+        self._left = sequences
+        self.known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: TrtmeshError | None = None
 
     def _end(self, error: TrtmeshError | None) -> None:
-        if not self._over.done():
-            self._error = error
-            self._over.set_result(None)
+        if not self.known.done():
+            self.error = error
+            self.known.set_result(None)
 
     def on_settled(self, run: SequenceRun) -> None:
-        if run.error is not None or all(run.over for run in self.runs):
+        self._left -= 1
+        if run.error is not None or not self._left:
             self._end(run.error)
 
     def on_lost(self, run: SequenceRun, address: str, error: TrtmeshError) -> None:
@@ -106,6 +57,65 @@ class Repetition:
         self, runs: Sequence[SequenceRun], address: str, cause: str
     ) -> Sequence[SequenceRun]:
         return runs
+
+
+class Repetition:
+    """Computes a sample again."""
+
+    def __init__(self, sample: SampledItem, worker: Worker) -> None:
+        self._sample, self.worker = sample, worker
+        self._loop = asyncio.get_running_loop()
+        # Without the sequences: a cycle would outlive the comparison.
+        self._outcome = Outcome(sample.item.sequences)
+        self.runs = [self._open(index) for index in range(sample.item.sequences)]
+
+    def _open(self, sequence_index: int) -> SequenceRun:
+        sample, now = self._sample, self._loop.time()
+        return SequenceRun(
+            sample.item,
+            sequence_index,
+            prompt=(),
+            request_id=sample.receipt.request_id,
+            model=sample.receipt.model,
+            times=UncountedTimes(now, Latencies()),
+            client=Nobody(),
+            owner=self._outcome,
+        )
+
+    @property
+    def outputs(self) -> list[Generated]:
+        """What it generated, once computed."""
+        return [Generated.of(run) for run in self.runs]
+
+    async def compute(self, *, gives_way: bool) -> bool:
+        """Computes all; False if it `gives_way` and others wait for the worker. Raises the error of the worker."""
+        sample, guard = self._sample, self.worker.guard
+        if sample.adapter is not None:
+            await self.worker.hold(sample.adapter)
+        command = engine_pb.SubmitCommand()
+        command.CopyFrom(sample.command)
+        tokens = len(command.token_ids)
+        booking = guard.book(tokens, len(self.runs), self._loop.time(), sample.need)
+        try:
+            self.worker.submit(self.runs, command, booking)
+            while not self._outcome.known.done():
+                await asyncio.wait((self._outcome.known,), timeout=LOOK_SECONDS)
+                if gives_way and self._others_wait:
+                    return False
+            if self._outcome.error is not None:
+                raise self._outcome.error
+            return True
+        finally:
+            for run in self.runs:
+                run.end(pb.FINISH_REASON_CANCELLED, deliver=Delivery.NOTHING)
+            if not any(run.address for run in self.runs):
+                # Nothing was submitted.
+                booking.release(self._loop.time())
+
+    @property
+    def _others_wait(self) -> bool:
+        own = sum(run.queued for run in self.runs)
+        return self.worker.load.waiting_sequences > own
 
 
 class Nobody:

@@ -11,7 +11,7 @@ from functools import partial
 
 from trtmesh.chassis.adapter_content import AdapterContent
 from trtmesh.chassis.error_wire import from_proto
-from trtmesh.chassis.errors import InternalError, TrtmeshError, WorkerLost
+from trtmesh.chassis.errors import InternalError, TrtmeshError, WorkerLost, forget_frames
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.chassis.vocabulary import Adapter
 from trtmesh.router.adapters.registry import VersionKey
@@ -81,6 +81,8 @@ class Deliveries:
             delivery.waiters -= 1
             if not delivery.waiters:
                 delivery.answer.cancel()
+            # The error's frames have this one.
+            del delivery
 
     def on_states(self, states: Iterable[pb.AdapterState]) -> None:
         """Ends the deliveries that the worker answers."""
@@ -117,6 +119,8 @@ class Deliveries:
         # Retrieved here, because nothing may wait any more.
         error = task.exception()
         assert error is None or isinstance(error, TrtmeshError)
+        if error is not None:
+            forget_frames(error)
         self._metrics.deliveries[error.reason.lower() if error else "loaded"] += 1
         usage.loads += error is None
         if error is None or not error.row.movable:

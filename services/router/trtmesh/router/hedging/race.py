@@ -121,6 +121,7 @@ class Race:
         self.second: Handle | None = None
         self._worker: Worker | None = None
         self._rival: SecondCopy | None = None
+        """While the race lasts."""
         self.over = False
 
     def begin(self, leg: Leg, submit: Callable[[Leg, SecondCopy], None]) -> None:
@@ -173,9 +174,10 @@ class Race:
 
     def check_allowance(self) -> None:
         """Stops a copy that is so far behind that its share of the tokens does not bring it ahead."""
-        assert self._rival
+        if self._rival is None:
+            return
         behind = len(self.run.token_ids) - len(self._rival.token_ids)
-        if not self.over and behind > 0 and not self._allowance.covers(behind):
+        if behind > 0 and not self._allowance.covers(behind):
             self.drop("lost", Obstacle.BUDGET.text)
 
     def first_ended(self, end: End) -> None:
@@ -235,6 +237,7 @@ class Race:
 
     def _end(self, outcome: str, detail: str = "") -> None:
         self.over = True
+        self._rival = None
         self.record.outcome, self.record.detail = outcome, detail
         self._metrics.hedges[self.record.cause.value, outcome] += 1
 

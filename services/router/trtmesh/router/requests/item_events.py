@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from trtmesh.chassis.error_wire import to_proto
-from trtmesh.chassis.errors import InternalError, TrtmeshError
+from trtmesh.chassis.errors import InternalError, TrtmeshError, forget_frames
 from trtmesh.chassis.logs import caller_bound, request_id_bound
 from trtmesh.router.fleet.worker import Worker
 from trtmesh.router.requests.context import RequestContext
@@ -118,6 +118,7 @@ class ItemEvents:
     def broke(self, defect: Exception, usage: pb.Usage) -> None:
         """The item met a defect of this software, maybe after its end."""
         log.error("unexpected error in item %d", self._batch_index, exc_info=defect)
+        forget_frames(defect)
         if not self._over:
             self.failed(InternalError(f"{type(defect).__name__}: {defect}"), usage)
 
@@ -130,6 +131,7 @@ class ItemEvents:
         self._over = True
         self._of_model.failed[error.reason] += 1
         log.info("item %d failed: %s: %s", self._batch_index, error.reason, error.message)
+        forget_frames(error)
 
     def _put_finished(
         self,

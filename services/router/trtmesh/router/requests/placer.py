@@ -18,6 +18,7 @@ from trtmesh.chassis.errors import (
     QueueFull,
     TrtmeshError,
     WorkerLost,
+    forget_frames,
 )
 from trtmesh.chassis.tasks import until_first_ends
 from trtmesh.router.fleet.assignments import Held
@@ -83,6 +84,7 @@ class Attempts:
     def note(self, address: str, error: TrtmeshError, generated_tokens: int) -> bool:
         """Counts a failed worker, once for all of the item's sequences there; False after the last attempt."""
         known = self.failures.get(address)
+        forget_frames(error)
         self.failures[address] = error
         if error.row.back_pressure or (known is not None and not known.row.back_pressure):
             return True

@@ -9,7 +9,7 @@ from os import urandom
 from types import MappingProxyType
 from typing import TypeAlias
 
-from trtmesh.chassis.errors import InvalidField, TrtmeshError
+from trtmesh.chassis.errors import InvalidField, TrtmeshError, forget_frames
 from trtmesh.chassis.frozen import frozen
 from trtmesh.chassis.parsing import parse_config, parse_prompt
 from trtmesh.chassis.vocabulary import Adapter, GenerationConfig, Lora, Prompt
@@ -192,8 +192,8 @@ def parse_request(
                     )
                 )
             except TrtmeshError as error:
-                # Its frames have this one, with the message.
-                errors[batch_index] = error.with_traceback(None)
+                forget_frames(error)
+                errors[batch_index] = error
     if not items:
         raise errors[0].of_item(0)
     invalid: tuple[RefusedItem, ...] = ()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor
+from trtmesh.chassis.errors import forget_frames
 from trtmesh.chassis.fair.limits import Account
 from trtmesh.chassis.fair.messages import LARGE_BYTES, MessageAdmission, ReceivedMessage
 from trtmesh.chassis.fair.turns import StartQueue
@@ -470,8 +471,10 @@ class ServerCall:
             self._end(self._code, self._details)
         except grpc.aio.AbortError as error:
             self._end(grpc.StatusCode.UNKNOWN, str(error))
+            forget_frames(error)
         except BadMessage as error:
             self._end(error.status, str(error))
+            forget_frames(error)
         except asyncio.CancelledError:
             self._end(grpc.StatusCode.CANCELLED, "the handler was cancelled")
         except BaseException as error:
@@ -482,6 +485,7 @@ class ServerCall:
                 self.set_trailing_metadata(refusal.metadata)
                 self._code, self._details = refusal.status, refusal.details
             self._end(self._code, self._details)
+            forget_frames(error)
         await self._drain_last()
 
     async def _drain(self) -> None:

@@ -297,6 +297,8 @@ class TensorRtLlmBackend:
                 live.result.abort()
         if live.reader and live.reader is not asyncio.current_task():
             live.reader.cancel()
+        # Its cancellation refers to the item.
+        live.reader = None
         self._changed.pop(live, None)
 
     def stop(self, keys: SequenceOf[int], reason: int) -> None:

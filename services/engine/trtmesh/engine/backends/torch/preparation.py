@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from trtmesh.chassis.errors import BackendFailed, TrtmeshError
+from trtmesh.chassis.errors import BackendFailed, TrtmeshError, forget_frames
 from trtmesh.chassis.fair.turns import Rotation
 from trtmesh.chassis.logs import request_id_bound
 
@@ -114,6 +114,7 @@ class Preparation:
             lease.give_back()
             return
         except TrtmeshError as error:
+            forget_frames(error)
             part = error
         except BaseException as error:
             # A panic of a library in Rust is no Exception.

@@ -13,7 +13,13 @@ from typing import ClassVar, Protocol
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 from trtmesh.chassis.error_wire import REASON_METADATA_KEY
-from trtmesh.chassis.errors import InternalError, SlowClient, TrtmeshError, Unavailable
+from trtmesh.chassis.errors import (
+    InternalError,
+    SlowClient,
+    TrtmeshError,
+    Unavailable,
+    forget_frames,
+)
 from trtmesh.chassis.logs import NO_CALLER, Occasionally, caller_bound, request_id_bound
 from trtmesh.chassis.rpc import REQUEST_ID_METADATA_KEY
 from trtmesh.router.doors.generation import ErrorWording
@@ -107,8 +113,11 @@ async def _answer(form: ErrorForm, request: web.Request, handler: Handler) -> we
         sentence = wording(error)
         level = logging.DEBUG if isinstance(error, Unavailable) else logging.INFO
         occasionally(error.reason, level, "request refused: %s: %s", error.reason, sentence)
+        forget_frames(error)
         return form.refused(request, error, sentence)
     except web.HTTPException as error:
+        # aiohttp keeps it in the request.
+        forget_frames(error)
         return form.failed(request, error)
     except ConnectionError as error:
         # The client left during a write; the cancellation of the handler follows.
@@ -116,6 +125,7 @@ async def _answer(form: ErrorForm, request: web.Request, handler: Handler) -> we
     except Exception as error:
         # Broad on purpose: a defect must reach the caller as a status, not as a broken connection.
         log.exception("a request failed unexpectedly")
+        forget_frames(error)
         sentence = f"{type(error).__name__}: {error}"
         return form.refused(request, InternalError(sentence), sentence)
 

@@ -16,6 +16,7 @@ from trtmesh.chassis.errors import (
     SlowClient,
     TrtmeshError,
     UnsupportedCall,
+    forget_frames,
 )
 from trtmesh.chassis.fair.messages import ReceivedMessage
 from trtmesh.chassis.forwarding import Sink
@@ -237,6 +238,7 @@ class _InferStream:
         self, writer: ResponseWriter, wording: ErrorWording, error: TrtmeshError, *, final: bool
     ) -> None:
         sentence = wording(error)
+        forget_frames(error)
         occasionally(error.reason, logging.INFO, "request refused: %s: %s", error.reason, sentence)
         if self._errors_end_it or self._cut_off:
             self._wording = wording

@@ -18,6 +18,7 @@ from trtmesh.chassis.errors import (
     PromptTooLong,
     TokenOutOfVocabulary,
     TrtmeshError,
+    forget_frames,
 )
 from trtmesh.chassis.parsing import parse_config
 from trtmesh.router.doors.triton.quoted import Quoted
@@ -82,8 +83,8 @@ class GenerationTemplate(Template, ABC):
                     put_row(item, call.inputs[name], row)
                 self.settle(item, call)
             except TrtmeshError as error:
-                # Its frames have this one, with the inputs.
-                refused[row] = error.with_traceback(None)
+                forget_frames(error)
+                refused[row] = error
         parsed = parse_request(
             request,
             request_id,

@@ -1,9 +1,9 @@
 """The updates of adapters, B A x, in two kernels: shrink multiplies by A, expand by B.
 
 A program takes a tile: rows with the same slot, at most as many as a matrix instruction multiplies at once. Ranks
-beyond that of the slot are left out. Each launch beside those of a layer costs more than 2 us, so products of few rows, and
-wide ones, shrink as well, in programs of their own with some units each, otherwise shrink runs beside the product, and
-expand computes the activation after.
+beyond that of the slot are left out. Each launch beside those of a layer costs more than 2 us, so products of few rows,
+and wide ones, shrink as well, in programs of their own with some units each, otherwise shrink runs beside the product,
+and expand computes the activation after.
 """
 
 from __future__ import annotations
