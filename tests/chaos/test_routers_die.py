@@ -152,6 +152,10 @@ async def test_stopping_router_finishes_its_streams_within_its_grace() -> None:
                 await mesh.client.complete(["late"], max_tokens=1)
             except Draining:
                 return True
+            except Unavailable as error:
+                # gRPC's client repeats a call that a GOAWAY overtook, but not always.
+                if "GOAWAY" not in error.message:
+                    raise
             return False
 
         await eventually(refused)
