@@ -27,7 +27,7 @@ from trtmesh.engine.backends.torch.cuda.kernels.updates import (
 
 MOST_ROWS = 64
 MOST_WIDE_ROWS = 128
-"""The same of a wide product that shrinks: beside its more than PROGRAMS programs, shrink would begin late."""
+"""The same of a product that shrinks and has more than PROGRAMS programs: beside it, shrink would begin late."""
 VALUES = 64
 """Weights of a thread, for a product of one row."""
 WIDEST = 16384
