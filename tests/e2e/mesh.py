@@ -82,7 +82,7 @@ ENDLESS = 20_000
 
 PATIENT = (
     *("--deadlines-silence-seconds", "60", "--deadlines-step-gap-seconds", "60"),
-    *constants(sibling_wait_seconds=60),
+    *constants(sibling_wait_seconds=60, handoff_reserve_seconds=60),
 )
 """Router flags for tests without frozen workers: a slow moment neither moves items nor excludes the worker."""
 
