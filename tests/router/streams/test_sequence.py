@@ -369,6 +369,25 @@ async def test_stop_that_a_released_lease_overtakes_keeps_its_reason() -> None:
     assert run.reason == pb.FINISH_REASON_STOPPED
 
 
+async def test_stop_text_from_a_lost_worker_ends_no_beam() -> None:
+    """The tokenizer finds it only then. The search of the next worker may have another beam in this place."""
+    client, owner = ClientStream(router_pb.GenerateEvent(), WriteScheduler()), OneItem()
+    run = make_run(client, owner, beam_width=2, stop_texts=["s"])
+    run.decoder = decoder = LetterDecoder(stop_id=1)
+    run.assign(OneWorker())
+    run.on_tokens(0, [0, 1])
+    run.on_worker_lost(WorkerLost("it is gone"))
+    assert decoder.answer()
+    assert not run.over
+    run.assign(OneWorker("another"))
+    run.on_tokens(0, [2])
+    run.on_end(End(pb.FINISH_REASON_LENGTH))
+    while decoder.answer():
+        pass
+    assert owner.settled == [run]
+    assert (run.reason, run.token_ids) == (pb.FINISH_REASON_LENGTH, [2])
+
+
 BEAM_PLAYS = st.fixed_dictionaries(
     {
         "versions": st.lists(

@@ -617,10 +617,12 @@ class SequenceRun(DecodedSequence):
         del self.token_ids[self.decoded + token_count :]
         self._deliver(token_count, text)
         self.stop_text = self.text_options.stop_texts[stop_index]
+        if self.is_beam and self.ending is None:
+            # The search needs every beam to the end, and may still rewrite it; after the loss of its worker, another.
+            return
         if self.assignment is None:
             self._settle()
-        elif not self.is_beam:
-            # The beam search needs every beam to the end, and may still rewrite it.
+        else:
             self.assignment.stop(pb.FINISH_REASON_STOP_WORD)
 
     def _deliver(self, token_count: int, text: str) -> None:
