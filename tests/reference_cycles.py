@@ -15,8 +15,8 @@ PLACE = "TESTED_GARBAGE"
 """Variable with the directory where processes that `fork_server.py` starts report cycles."""
 LOOK_SECONDS = 1.0
 
-OF_LIBRARIES = frozenset({"SSLProtocol"})
-"""Types whose cycles are a library's: uvloop's TLS keeps the methods of its connection."""
+RARE = frozenset({"SSLProtocol", "Worker"})
+"""Types in cycles that are few and small: connections of uvloop's TLS, and workers that have left the fleet."""
 
 
 def watch(place: str) -> None:
@@ -43,7 +43,7 @@ def _look_again(path: Path) -> None:
 
 
 def _is_own(cycle: Collection[object]) -> bool:
-    if any(type(each).__name__ in OF_LIBRARIES for each in cycle):
+    if any(type(each).__name__ in RARE for each in cycle):
         return False
     return any(
         "/trtmesh/" in each.f_code.co_filename
