@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from time import perf_counter
 from typing import cast
 
+from chassis.busy import keep_busy
 from trtmesh.chassis.fair.limits import Budget
 from trtmesh.chassis.fair.turns import PARSE_SLICE_SECONDS, TURN_SECONDS, ParseScheduler
 from trtmesh.chassis.http_input import PIECE_BYTES, InputTransport
@@ -35,9 +35,7 @@ class Client:
     def parse(self, piece: bytes) -> None:
         self.parsed += piece
         self.pieces += 1
-        ends = perf_counter() + self.seconds
-        while perf_counter() < ends:
-            pass
+        keep_busy(self.seconds)
 
     def pause_reading(self) -> None:
         self.reads = False

@@ -14,6 +14,7 @@ from time import perf_counter
 import pytest
 import uvloop
 from aiohttp import web
+from chassis.busy import keep_busy
 from leaks import gone, without_collector
 from trtmesh.chassis.fair.turns import FIRST_GUESS_SECONDS, START_SLICE_SECONDS
 from trtmesh.chassis.http_input import MAX_FRAMING_BYTES, InputTransport
@@ -521,9 +522,7 @@ async def test_few_of_many_requests_begin_in_a_pass() -> None:
 
     async def work(request: web.Request) -> web.Response:
         begun.append(request.path)
-        ends = perf_counter() + FIRST_GUESS_SECONDS
-        while perf_counter() < ends:
-            pass
+        keep_busy(FIRST_GUESS_SECONDS)
         return web.Response(text="!")
 
     async with server_of(work) as (_, port), AsyncExitStack() as stack:

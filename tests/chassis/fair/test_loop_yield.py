@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from time import perf_counter
 
 import pytest
+from chassis.busy import keep_busy
 from leaks import alive, gone, without_collector
 from trtmesh.chassis.fair import turns
 from trtmesh.chassis.fair.turns import MAX_REST_SECONDS, REST_PASSES, after_rest
@@ -45,9 +45,7 @@ async def test_a_long_pass_ends_a_rest() -> None:
     log: list[str] = []
     after_rest(lambda: log.append("rested"))
     await asyncio.sleep(0)
-    until = perf_counter() + MAX_REST_SECONDS
-    while perf_counter() < until:
-        pass
+    keep_busy(MAX_REST_SECONDS)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert log == ["rested"]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Generator
 from time import perf_counter
 
+from chassis.busy import keep_busy
 from leaks import gone, without_collector
 from trtmesh.chassis.fair.turns import (
     PARSE_SLICE_SECONDS,
@@ -13,12 +14,6 @@ from trtmesh.chassis.fair.turns import (
     ConnectionQueue,
     ParseScheduler,
 )
-
-
-def _work(seconds: float) -> None:
-    ends = perf_counter() + seconds
-    while perf_counter() < ends:
-        pass
 
 
 class Heavy:
@@ -33,7 +28,7 @@ class Heavy:
         self.log.append(self)
         while self.parts and perf_counter() < until:
             self.parts -= 1
-            _work(TURN_SECONDS / 10)
+            keep_busy(TURN_SECONDS / 10)
         return self.parts > 0
 
     def completed(self) -> None:
@@ -70,7 +65,7 @@ async def test_works_take_turns() -> None:
         assert between == set(works)
 
 
-async def test_new_work_comes_before_the_rest_of_old_work() -> None:
+async def test_new_work_comes_before_the_rest_of_oldkeep_busy() -> None:
     turns, log = ParseScheduler(), list[Heavy]()
     old = [Heavy(1000, log) for _ in range(10)]
     for work in old:
@@ -84,7 +79,7 @@ async def test_new_work_comes_before_the_rest_of_old_work() -> None:
     assert all(work.parts for work in old)
 
 
-async def test_old_work_gets_on_beside_endless_new_work() -> None:
+async def test_old_work_gets_on_beside_endless_newkeep_busy() -> None:
     turns, log = ParseScheduler(), list[Heavy]()
 
     class Endless(Heavy):
@@ -188,7 +183,7 @@ async def test_the_error_of_cancelled_work_is_freed() -> None:
     class CallEndedError(Exception): ...
 
     def steps() -> Generator[None, None, None]:
-        _work(TURN_SECONDS)
+        keep_busy(TURN_SECONDS)
         yield
         reading.cancel()
         raise CallEndedError

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from time import perf_counter
 
 import pytest
+from chassis.busy import keep_busy
 from trtmesh.chassis.fair import turns
 from trtmesh.chassis.fair.turns import (
     FIRST_GUESS_SECONDS,
@@ -109,7 +109,7 @@ class Handler:
     async def _run(self) -> None:
         await self._queue.turn_if_late()
         self._log.append(str(self._queue.origin))
-        _work(self._seconds)
+        keep_busy(self._seconds)
 
 
 def _add_handlers(scheduler: StartScheduler, count: int, seconds: float, log: list[str]) -> None:
@@ -195,7 +195,7 @@ async def test_few_of_many_long_tasks_go_on_in_a_pass() -> None:
     async def go_on() -> None:
         await StartQueue(scheduler).turn_before_rest()
         log.append("long")
-        _work(MAX_REST_SECONDS)
+        keep_busy(MAX_REST_SECONDS)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(30):
@@ -237,18 +237,12 @@ async def test_a_rest_is_planned_only_for_calls_that_wait(monkeypatch: pytest.Mo
     assert len(log) + len(queue.waiting) == 1 + MAX_IN_SLICE
 
 
-def _work(seconds: float) -> None:
-    ends = perf_counter() + seconds
-    while perf_counter() <= ends:
-        pass
-
-
 async def test_a_slice_without_waiting_calls_is_over_after_a_rest() -> None:
     scheduler, log = StartScheduler(), list[str]()
     queue = StartQueue(scheduler)
     while scheduler.enter():
         pass
-    _work(MAX_REST_SECONDS)
+    keep_busy(MAX_REST_SECONDS)
     await asyncio.sleep(0)
     queue.add(Recorded("later", log))
     assert log == ["later"]
@@ -260,6 +254,6 @@ async def test_slow_calls_of_one_pass_are_one_slice() -> None:
     while scheduler.enter():
         entered += 1
         assert entered <= MAX_IN_SLICE
-        _work(MAX_REST_SECONDS / 4)
+        keep_busy(MAX_REST_SECONDS / 4)
     await asyncio.sleep(0)
     assert scheduler.enter()
